@@ -30,6 +30,7 @@ from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import TransientError
+from utils.terminal import printable
 from utils.workers import executor_of, is_lost_worker
 
 WORKER_DIED = "worker_died"  # the process died twice at this file, most often for lack of memory
@@ -94,14 +95,15 @@ def prepare_row(job: Job) -> Outcome:
 
 
 def read_volume(
-    record: Record, spatial: SpatialConfig, options: StorageOptions
+    record: Record, spatial: SpatialConfig, options: StorageOptions, new_meter: type[Meter] = Meter
 ) -> tuple[OCTHeader, Resampled, dict[str, float | str]]:
-    """The header of a record's file, its volume on the grid, and what the index says of the volume.
+    """The header of a record's file, its volume on the grid, and what the index says of the volume, or what
+    another meter measures.
 
     Raises OCTReadError for a file that cannot be used, StorageError.
     """
     header, frames = open_record(record, options)
-    meter = Meter()
+    meter = new_meter()
     volume = _resample(record.url, spatial, header, meter.watch(frames))
     if not valid_tokens(volume.valid_box, spatial.image_size, spatial.patch_size):
         raise _outside_grid(record.url, spatial, header)
@@ -229,7 +231,7 @@ def run_jobs(
                     elif error is not None and is_lost_worker(error):
                         yield _reject(job, WORKER_DIED, "every worker that ran it was lost")
                     elif error is not None:
-                        yield _internal_error(job, error)
+                        yield _reject(job, INTERNAL_ERROR, internal_error(job.record.path, error))
                     else:
                         yield future.result()
             lost += running.values()
@@ -239,17 +241,19 @@ def run_jobs(
         suspects = suspects + lost if alone else lost
 
 
-def _internal_error(job: Job, error: BaseException) -> Outcome:
-    """Reject a row with the error's kind and place, without its text, which may quote the file."""
+def internal_error(path: str, error: BaseException) -> str:
+    """The kind and place of an error that nobody expected, without its text, which may quote the file; its
+    places go to stderr.
+    """
     if error.__traceback__ is None:  # the error of another process has its traceback as text
         places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
     else:
         frames = traceback.extract_tb(error.__traceback__)
         places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
     trace = [f"  {path}:{line} {function}" for path, line, function in places]
-    print(f"{job.record.path}: {type(error).__name__}", *trace, sep="\n", file=sys.stderr)
+    print(f"{printable(path)}: {type(error).__name__}", *trace, sep="\n", file=sys.stderr)
     where = f" at {os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
-    return _reject(job, INTERNAL_ERROR, f"{type(error).__name__}{where}")
+    return f"{type(error).__name__}{where}"
 
 
 def _reject(job: Job, status: str, message: str) -> Outcome:

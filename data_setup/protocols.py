@@ -75,6 +75,10 @@ PROTOCOLS: tuple[Protocol, ...] = (
 )
 # fmt: on
 
+# mm between the lines of Heidelberg's commonest clinical raster, which is none of AI-READI's: 25 lines over
+# 20 x 20 degrees, and 19 over 20 x 15; .24 to .25 by the length of the eye
+RASTER_STEP_MM = 0.25
+
 BY_NAME: dict[str, Protocol] = {name: p for p in PROTOCOLS for name in (p.name_v2, p.name) if name}
 
 

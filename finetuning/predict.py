@@ -19,6 +19,7 @@ with --occlusion what the output loses when a block is hidden.
 With --format a file at the scan's path, in its own geometry: nifti (.nii.gz; what a head of classes writes
 without a format), png (a folder, an image a B-scan, grey value = class) or seg (DICOM Segmentation; of DICOM
 scans, needs pip install highdicom); of a head of surfaces heightmap (DICOM Height Map Segmentation).
+The last two name no patient, unless --no-anonymous says so.
 segments.jsonl has a line per scan: file, voxels and mm3 of each class, digests; label_classes.yaml names the
 classes. A scan larger than the grid is read in windows that overlap.
 
@@ -54,6 +55,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
     parser.add_argument("--occlusion", action="store_true", help="draw the map by hiding blocks (slow)")
+    parser.add_argument(
+        "--anonymous",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="seg and heightmap name no patient (default); --no-anonymous: whom the scan names",
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     return parser.parse_intermixed_args(argv)
 
@@ -65,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from finetuning.prediction.run import Scans, predict
 
     scans = Scans(args.dicom, args.files, args.rows)
-    return predict(args.checkpoint, scans, args.format, args.out, args.occlusion, args.overrides)
+    words = (args.out, args.occlusion, args.overrides, args.anonymous)
+    return predict(args.checkpoint, scans, args.format, *words)
 
 
 if __name__ == "__main__":

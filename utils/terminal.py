@@ -112,6 +112,11 @@ class LiveLine:
         self._live.stop()
 
 
+def printable(text: str) -> str:
+    """Text from outside as a terminal may show it: what is no letter or sign as \\x1b, in one line."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T, None, None]:
     """The items as they come, with how many there have been and when the last of `total` is expected.
 

@@ -8,7 +8,7 @@ or the command line says otherwise. What the weights rest on may not be said oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,17 @@ from omegaconf import OmegaConf
 from data_setup.store.reader import PreparedStore
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
-from utils.config.load import changed_config, config_of_yaml, flatten, load_config, to_yaml
+from utils.config.load import (
+    changed_config,
+    config_of_yaml,
+    flatten,
+    load_config,
+    storage_options_of,
+    to_yaml,
+)
 from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with
 from utils.errors import ConfigError, UserError
+from utils.storage.errors import split_scheme
 
 # sections of the checkpoint's configuration that a task goes on with
 INHERITED = ("data", "spatial", "augment", "model", "method")
@@ -130,6 +138,32 @@ def encoder_place(overrides: Sequence[str]) -> str | None:
     prefix = "model.checkpoint="
     places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
     return places[-1] if places else None
+
+
+def require_known_place(place: str, url: str, key: str, overrides: Sequence[str] = ()) -> None:
+    """Raise UserError for a place beyond this machine that nothing but the file at `url` names, which may be
+    a stranger's: neither the command line's `key`, nor the file's own bucket.
+    """
+    if not storage.is_remote(place) or _bucket(place) == _bucket(url):
+        return
+    if any(word.startswith(f"{key}=") for word in overrides):
+        return
+    shown = storage.redact(place)
+    raise UserError(
+        f"{url}: expected files of this machine or of the head's own bucket, found {shown}, which this file "
+        f"alone names; nothing was asked of it: add {key}={shown} if you trust it, or the place of your copy"
+    )
+
+
+def _bucket(url: str) -> tuple[str, str]:
+    """(scheme, bucket or host)."""
+    scheme, rest = split_scheme(url)
+    return scheme, rest.partition("/")[0]
+
+
+def on_own_endpoint(cfg: Config, overrides: Sequence[str]) -> Config:
+    """The configuration of another's file with the command line's endpoint of buckets, never that file's."""
+    return replace(cfg, data=replace(cfg.data, storage_options=storage_options_of(overrides)))
 
 
 def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...]) -> Config:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from einops import rearrange
 from monai.inferers import sliding_window_inference
 from torch import Tensor, nn
 
+from data_setup.jobs import acquisition
 from data_setup.manifest import Record
 from data_setup.normalisation import plain_view
 from data_setup.readers.dicom import OCTHeader
@@ -26,6 +28,7 @@ from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
 from finetuning.dense.head import Arm
 from finetuning.dense.layers.decoder import heights_of
+from finetuning.embedding.looks import Looks
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.single import Runtime
 
@@ -42,11 +45,13 @@ class WholeScan:
     volume: Resampled
     mean: float  # over the valid voxels of the volume that is stored
     std: float
+    fields: dict[str, Any]  # of the stored volume: as Volume's of finetuning.embedding
 
 
 def read_whole(record: Record, cfg: Config, options: StorageOptions, axes: str = "dhw") -> WholeScan:
     """The scan of a record; `axes`: along which the grid may grow. Raises OCTReadError, StorageError."""
     header, frames = open_record(record, options)
+    meter = Looks()
     spatial = cfg.spatial
     grid = (header.shape, header.spacing_mm, spatial.image_size, spatial.target_spacing, spatial.resample)
     spacing = output_spacing(*grid)
@@ -58,10 +63,18 @@ def read_whole(record: Record, cfg: Config, options: StorageOptions, axes: str =
     ]
     size = (sizes[0], sizes[1], sizes[2])
     volume = resample_frames(
-        frames, header.shape, header.spacing_mm, size, spatial.target_spacing, spatial.resample, header.flip_d
+        meter.watch(frames),
+        header.shape,
+        header.spacing_mm,
+        size,
+        spatial.target_spacing,
+        spatial.resample,
+        header.flip_d,
     )
     measured = measure(_middle(volume, spatial.image_size))
-    return WholeScan(header, volume, float(measured["intensity_mean"]), float(measured["intensity_std"]))
+    fields = measured | meter.columns(header.spacing_mm) | acquisition(header)
+    mean, std = float(measured["intensity_mean"]), float(measured["intensity_std"])
+    return WholeScan(header, volume, mean, std, fields)
 
 
 def _grown(size: int, needed: float) -> int:

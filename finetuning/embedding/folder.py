@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Folder:
                         f"{about_url}: {key}: expected {_short(about.get(key))} of this command, found "
                         f"{_short(written.get(key))} of an earlier one; give another --out"
                     )
-        elif storage.list_names(self.url, self.options):
+        elif [n for n in storage.list_names(self.url, self.options) if not n.startswith("lease_")]:
             raise UserError(f"--out: expected a new folder or one of this command, found files in {self.url}")
         text = json.dumps(about, indent=1, sort_keys=True) + "\n"
         storage.write_text(about_url, text, self.options)  # first: a start killed after it can go on
@@ -170,7 +171,8 @@ class Folder:
             raise UserError(f"{self._row_url(lost[0])}: expected the row just written, found none; run again")
         parts = [content[0] for content in results if content is not None]
         types = {name: kind for name, (kind, _) in INDEX_COLUMNS.items()}
-        own = pd.DataFrame([part.fields for part in parts], columns=list(types))
+        rows_fields = [part.fields | {"path": _utf8(part.fields["path"])} for part in parts]
+        own = pd.DataFrame(rows_fields, columns=list(types))
         if index is None:
             index = own.assign(flipped_d=[part.fields.get("flipped_d", False) for part in parts]).astype(
                 types
@@ -188,6 +190,11 @@ class Folder:
         pq.write_table(table, buffer)
         storage.write_bytes(storage.join(self.url, TABLE), buffer.getvalue(), self.options)
         return index
+
+
+def _utf8(path: str) -> str:
+    """A path whose name may be no UTF-8, its odd bytes as \\xff: a table holds text."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _lists(values: Sequence[np.ndarray | None], width: int) -> pa.FixedSizeListArray:

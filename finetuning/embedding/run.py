@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,23 +22,32 @@ from torch import nn
 
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.source import check_fit, find_checkpoint, overridden, require_pretraining
+from finetuning.cohort.source import (
+    check_fit,
+    find_checkpoint,
+    on_own_endpoint,
+    overridden,
+    require_pretraining,
+)
 from finetuning.embedding.folder import Embedded, Folder
-from finetuning.embedding.stream import NoFeaturesError, read_ahead, tokens_of
+from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
 from finetuning.features.kept import weights_digest
 from finetuning.features.pooled import pretrained_encoder
 from models.probes.features import pool_tokens
+from models.vit3d import VisionTransformer3D
 from utils.checkpoint import load_checkpoint
 from utils.config.load import config_of_yaml, storage_options_of
 from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging
+from utils.run.lease import Work, hold
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.terminal import track
+from utils.terminal import printable, track
 
 FORMAT_VERSION = 1
+EMBEDDING = Work("finetuning.embed into this folder", "another --out")
 # of the checkpoint's configuration; the rest is what the encoder is
 MAY_CHANGE = ("data.", "train.use_bf16", "model.feature_blocks")
 END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
@@ -77,6 +87,23 @@ def embed(
     if encoder.feature_blocks:
         about["feature_blocks"] = list(encoder.feature_blocks)
     folder = Folder(out, cfg.data.storage_options, patches)
+    lease = hold(out, cfg.data.storage_options, work=EMBEDDING) if runtime.group.is_first else nullcontext()
+    with lease:
+        num_rejects = _fill(folder, about, volumes, encoder, cfg, runtime, state["participants"])
+    runtime.group.close()
+    return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+
+
+def _fill(
+    folder: Folder,
+    about: dict[str, Any],
+    volumes: Volumes,
+    encoder: VisionTransformer3D,
+    cfg: Config,
+    runtime: Runtime,
+    seen: Sequence[str],
+) -> int:
+    """What the folder lacks, by all processes; returns how many rows have no features."""
     todo: list[int] = []
     if runtime.group.is_first:
         folder.begin(about, volumes.num_rows, (math.prod(cfg.grid), encoder.feature_width))
@@ -88,17 +115,17 @@ def embed(
     runtime.group.any(False)  # all rows are written
     num_rejects = 0
     if runtime.group.is_first:
-        index = folder.finish(volumes.rows, volumes.index, about, state["participants"])
+        index = folder.finish(volumes.rows, volumes.index, about, seen)
         num_rejects = report(folder.url, index, len(todo))
-    num_rejects = runtime.group.broadcast(num_rejects)
-    runtime.group.close()
-    return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+    return runtime.group.broadcast(num_rejects)
 
 
 def _config(state: dict[str, Any], url: str, store: str | None, overrides: Sequence[str]) -> Config:
     """The checkpoint's configuration with the store and the overrides; raises ConfigError."""
     words = [*overrides, *([f"data.store={store}"] if store else [])]
-    return overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
+    return on_own_endpoint(
+        overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE), overrides
+    )
 
 
 def _volumes(
@@ -136,7 +163,10 @@ def embed_rows(
             result = Embedded(volume.fields)
         else:
             before = time.perf_counter()
-            result = embed_volume(encoder, cfg, volume, runtime, folder.with_patches)
+            with Fault() as fault:
+                result = embed_volume(encoder, cfg, volume, runtime, folder.with_patches)
+            if fault.error is not None:
+                result = Embedded(rejected(volume.fields, fault.error).fields)
             in_encoder += time.perf_counter() - before
         folder.write(row, version[row], result)
     share = in_encoder / (time.perf_counter() - started)
@@ -163,7 +193,7 @@ def report(url: str, index: pd.DataFrame, num_tried: int) -> int:
     """Print what is in the table and what this start did; returns how many rows have no features."""
     rejects = index[index["status"] != KEPT]
     for fields in rejects.itertuples():
-        print(f"rejected: {fields.path}: {fields.status}: {fields.message}", file=sys.stderr)
+        print(printable(f"rejected: {fields.path}: {fields.status}: {fields.message}"), file=sys.stderr)
     done = len(index) - len(rejects)
     print(
         f"{url}: {done} volumes with features, {len(rejects)} without; "

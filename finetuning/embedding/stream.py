@@ -9,16 +9,18 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from data_setup.jobs import INTERNAL_ERROR, internal_error
 from data_setup.normalisation import plain_view
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
 from finetuning.embedding.volumes import Reject, Volume, Volumes
 from utils.config.schema import Config
-from utils.errors import TransientError
+from utils.errors import TransientError, UserError
 from utils.runtime.single import Runtime
 from utils.workers import count_loaders, pool_of
 
@@ -48,14 +50,38 @@ def read_ahead(cfg: Config, volumes: Volumes, rows: Sequence[int]) -> Iterator[t
             if not running:
                 return
             row, future = running.popleft()
-            try:
-                volume = future.result()
-            except BrokenProcessPool as error:
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool):
                 problem = "expected a reader that lives, found it killed, for lack of memory perhaps"
                 raise TransientError(f"row {row}: {problem}; run again with data.workers=0") from error
+            with Fault() as fault:
+                volume = future.result()
+            if fault.error is not None:
+                volume = rejected(volumes.known(row), fault.error)
             if isinstance(volume, Reject) and volume.is_away:
                 raise TransientError(f"{volume.fields['message']}; finished rows are kept, run again")
             yield row, volume
+
+
+class Fault:
+    """Around the work on one file: keeps an error that nobody expected, so that it ends no other file."""
+
+    error: BaseException | None = None
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return False
+        self.error = error
+        return True
+
+
+def rejected(fields: dict[str, Any], error: BaseException) -> Reject:
+    """A volume at which the program failed: it ends no other."""
+    message = internal_error(str(fields["path"]), error)
+    return Reject(fields | {"status": INTERNAL_ERROR, "message": message})
 
 
 def batch_of(volume: Volume) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ or a `Reject` with its reason. Nothing here imports torch: reader processes star
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,12 +24,15 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import identify, kind_by_name
 from data_setup.store.format import INDEX_COLUMNS, KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
+from finetuning.embedding.looks import COLUMNS, Looks
 from finetuning.features.digests import values_digest, volume_digests
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
+from utils.storage.errors import split_scheme
 from utils.workers import in_threads
 
+log = logging.getLogger(__name__)
 DAMAGED = "damaged"  # of a row of a store: its volume is missing, damaged or another one
 _HEAD_BYTES = 132
 BOX_COLUMNS = [f"valid_{axis}{end}" for axis in "dhw" for end in "01"]
@@ -38,7 +43,7 @@ class Volume:
     """uint8 [D, H, W] on the grid, and what the store's index says, or would say, of it."""
 
     voxels: np.ndarray
-    fields: dict[str, Any]  # INDEX_COLUMNS, those that are known
+    fields: dict[str, Any]  # INDEX_COLUMNS, and of files those of Looks, as far as they are known
 
     @property
     def valid_box(self) -> np.ndarray:
@@ -79,24 +84,28 @@ class StoreVolumes:
         """What the store says of the rows, in their order."""
         return self.store.index.loc[self.rows]
 
+    def known(self, row: int) -> dict[str, Any]:
+        """The fields of a row that need no reading."""
+        columns = self.store.index.loc[row].to_dict()
+        return {name: v.item() if isinstance(v, np.generic) else v for name, v in columns.items()}
+
     def reader(self, row: int) -> _StoreRow:
         """What reads a row, here or in another process."""
-        return _StoreRow(self.store, row)
+        return _StoreRow(self.store, row, self.known(row))
 
 
 @dataclass(frozen=True)
 class _StoreRow:
     store: PreparedStore
     row: int
+    fields: dict[str, Any]
 
     def __call__(self) -> Volume | Reject:
-        columns = self.store.index.loc[self.row].to_dict()
-        fields = {name: v.item() if isinstance(v, np.generic) else v for name, v in columns.items()}
         try:
-            return Volume(self.store.read(self.row), fields)
+            return Volume(self.store.read(self.row), self.fields)
         except storage.StorageError as error:
             is_away = isinstance(error, storage.StorageAwayError)
-            return Reject(fields | {"status": DAMAGED, "message": str(error)}, is_away)
+            return Reject(self.fields | {"status": DAMAGED, "message": str(error)}, is_away)
 
 
 def version_of(url: str, options: StorageOptions) -> str:
@@ -106,6 +115,19 @@ def version_of(url: str, options: StorageOptions) -> str:
     except storage.StorageError:
         return ""
     return values_digest([url, source.size, source.etag_or_mtime])
+
+
+def is_special(url: str) -> bool:
+    """Whether a path is a pipe, a socket or a device, whose bytes may never come."""
+    scheme, path = split_scheme(url)
+    is_plain = os.path.isfile(path) or os.path.isdir(path)
+    return scheme == "file" and os.path.exists(path) and not is_plain
+
+
+def require_file(url: str) -> None:
+    """Raise OCTReadError for what `is_special`."""
+    if is_special(url):
+        raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, "a file or a folder", "a pipe or a device")
 
 
 class DicomVolumes:
@@ -130,6 +152,9 @@ class DicomVolumes:
     def about(self) -> dict[str, Any]:
         return {"files": [storage.absolute(url) for url in self.urls]}
 
+    def known(self, row: int) -> dict[str, Any]:
+        return {"row": row, "path": self.urls[row], "listed": True}
+
     def reader(self, row: int) -> DicomFile:
         return DicomFile(row, self.urls[row], self.spatial, self.options)
 
@@ -146,9 +171,12 @@ class DicomFile:
     def __call__(self) -> Volume | Reject:
         fields: dict[str, Any] = {"row": self.row, "path": self.url, "listed": True}
         try:
+            require_file(self.url)
             source = storage.stat(self.url, self.options)
             fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
-            header, volume, measured = read_volume(unknown_record(self.url), self.spatial, self.options)
+            header, volume, measured = read_volume(
+                unknown_record(self.url), self.spatial, self.options, Looks
+            )
         except storage.StorageNotFoundError as error:
             return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})
         except storage.StorageError as error:
@@ -166,7 +194,8 @@ class DicomFile:
             "sop_instance_uid": header.sop_instance_uid,
         }
         fields |= measured | acquisition(header)
-        return Volume(volume.voxels, {name: fields[name] for name in INDEX_COLUMNS if name in fields})
+        names = (*INDEX_COLUMNS, *COLUMNS)
+        return Volume(volume.voxels, {name: fields[name] for name in names if name in fields})
 
 
 Volumes = StoreVolumes | DicomVolumes
@@ -195,6 +224,9 @@ def find_dicoms(places: Sequence[str], options: StorageOptions) -> list[str]:
 
 
 def _is_dicom(url: str, options: StorageOptions) -> bool:
+    if is_special(url):
+        log.warning("%r: neither a file nor a folder: skipped", url)
+        return False
     if kind_by_name(url) is not None:
         return kind_by_name(url) == "DICOM"
     is_index = PurePosixPath(url).name.upper() == "DICOMDIR"

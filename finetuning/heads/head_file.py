@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
-from finetuning.cohort.source import Source, find_checkpoint
+from finetuning.cohort.source import Source, find_checkpoint, require_known_place
 from finetuning.features.familiarity import Familiarity
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import load_strictly, pretrained_encoder
@@ -195,6 +195,8 @@ def checkpoint_of(
     """The checkpoint with the checksum that the head of this file was trained on, which may have moved to
     `encoder_url`, and its URL; raises CheckpointError for another one.
     """
+    if encoder_url is None:
+        require_known_place(state["encoder"]["url"], url, "model.checkpoint")
     source = find_checkpoint(encoder_url or state["encoder"]["url"], options or StorageOptions())
     checkpoint = load_checkpoint(source, options)
     if checkpoint["checksum"] != state["encoder"]["checksum"]:

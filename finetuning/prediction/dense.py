@@ -7,6 +7,7 @@ the file, NaN where the grid does not reach.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -26,7 +27,7 @@ from finetuning.dense.whole import decode
 from finetuning.embedding.stream import batch_of, tokens_of
 from finetuning.embedding.volumes import Volume
 from finetuning.features.familiarity import Familiarity, stored_familiarity
-from finetuning.prediction.cautions import cautions_of
+from finetuning.prediction.cautions import NO_ANSWER, cautions_of, is_far
 from finetuning.prediction.labels import (
     FileAnswer,
     describe,
@@ -35,11 +36,12 @@ from finetuning.prediction.labels import (
     short_name,
     spacing_of,
 )
-from finetuning.prediction.picture import NOTICE, Page, draw
+from finetuning.prediction.picture import NOTICE, WRAP, Page, draw
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
+TITLE_INCH = 10 * 1.2 / 72  # of a line of a title
 FOOTER = (
     "Lines: surfaces that the head learnt from a device's software, labels of a machine, not truth. Where "
     "the device of this scan marks no such surface, nobody has measured the line."
@@ -102,8 +104,12 @@ class SlabPredictor(DensePredictor):
         slabs = means_on_scan(predicted_SDW, volume.fields, geometry_of(self.cfg.spatial)).astype(np.float32)
         line |= {"mean": {name: mean_or_none(slab) for name, slab in zip(names, slabs, strict=True)}}
         d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
-        title = "\n".join([short_name(volume.fields["path"]), NOTICE, *line["warnings"]])
-        figure = draw_slabs({PRETRAINED: predicted_SDW[:, d0:d1, w0:w1]}, names, title)
+        texts = [short_name(volume.fields["path"]), NOTICE, *line["warnings"]]
+        if is_far(line["feature_distance_percentile"]):
+            texts.insert(0, NO_ANSWER)
+        rows = [row for text in texts for row in textwrap.wrap(text, WRAP)]
+        figure = draw_slabs({PRETRAINED: predicted_SDW[:, d0:d1, w0:w1]}, names, "\n".join(rows))
+        figure.set_figheight(figure.get_figheight() + len(rows) * TITLE_INCH)
         return FileAnswer(line, figure, {"slabs": slabs, "names": np.array(names)})
 
 
@@ -160,6 +166,7 @@ class SurfacePredictor(DensePredictor):
             valid_box=volume.valid_box.astype(int).tolist(),
             surfaces=dict(zip(names, heights, strict=True)),
             thickness_um=(heights[names.index(outer)] - heights[first]) * spacing[1] * 1000,
+            has_answer=not is_far(line["feature_distance_percentile"]),
         )
 
 

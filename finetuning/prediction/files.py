@@ -7,9 +7,10 @@ voxels and mm3 of each class, and label_classes.yaml.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import PurePosixPath
 
 import numpy as np
 import yaml
@@ -17,11 +18,14 @@ import yaml
 from data_setup.export.predictions import load_highdicom, write_height_map, write_nifti, write_png, write_seg
 from data_setup.manifest import Record, read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.store.format import KEPT
+from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
 from finetuning.dense.head import DenseHead
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
-from finetuning.embedding.volumes import version_of
+from finetuning.embedding.stream import Fault, rejected
+from finetuning.embedding.volumes import require_file, version_of
+from finetuning.features.digests import values_digest
+from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.lines import Line
 from utils import storage
 from utils.config.schema import Config
@@ -30,6 +34,16 @@ from utils.runtime.single import Runtime
 
 HEIGHTMAP = "heightmap"
 ENDINGS = {"nifti": ".nii.gz", "png": "", "seg": ".dcm", HEIGHTMAP: ".dcm"}
+OF_A_SCAN = ("seg", HEIGHTMAP)  # DICOM that refers to a scan, and may name its patient
+ANONYMOUS = (
+    "the files name nobody: no patient, dates or accession number; study and series have other UIDs than the "
+    "scan's (--no-anonymous keeps the scan's own)"
+)
+NAMED = (
+    "the files name whom the scans name: patient, birth date, sex, study date and time, accession number, "
+    "referring physician"
+)
+LONGEST = 200  # bytes of a name
 DIGITS = 12  # of a checksum that a file's SoftwareVersions names
 
 
@@ -37,35 +51,46 @@ class Files:
     """A file or folder of each scan's own geometry, and its line."""
 
     name = "segments.jsonl"  # of the lines
-    notes = ()  # what a person reads first
 
     def __init__(
-        self, head: DenseHead, cfg: Config, records: Sequence[Record], form: str, out: str, runtime: Runtime
+        self,
+        head: DenseHead,
+        cfg: Config,
+        records: Sequence[Record],
+        form: str,
+        out: str,
+        runtime: Runtime,
+        anonymous: bool = True,
     ) -> None:
         """Writes label_classes.yaml of a head of classes. Raises UserError for two scans of one name."""
         self.head, self.cfg, self.form, self.out, self.runtime = head, cfg, form, out, runtime
+        self.options, self.anonymous = cfg.data.storage_options, anonymous
         if form == "seg":
             load_highdicom()
         _require_names(records)
         self.records = {record.path: record for record in records}
         if form != HEIGHTMAP:
             named = {value: name for name, value in head.state["classes"].items()}
-            storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named))
+            storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named), self.options)
 
     @property
     def about(self) -> Line:
         """Common to all lines."""
-        return {"format": self.form}
+        return {"format": self.form} | ({"anonymous": self.anonymous} if self.form in OF_A_SCAN else {})
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What a person reads first: whom the files name."""
+        return (ANONYMOUS if self.anonymous else NAMED,) if self.form in OF_A_SCAN else ()
 
     @property
     def versions(self) -> dict[str, str]:
         """Path of a scan -> a digest that changes with its file."""
-        options = self.cfg.data.storage_options
-        return {path: version_of(record.url, options) for path, record in self.records.items()}
+        return {path: version_of(record.url, self.options) for path, record in self.records.items()}
 
     def has_files(self, line: Line) -> bool:
         """Whether what an earlier line names is there."""
-        return storage.exists(line["file"], self.cfg.data.storage_options)
+        return storage.exists(line["file"], self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
         """Those of some scans, in their order."""
@@ -74,26 +99,37 @@ class Files:
     def line(self, record: Record) -> Line:
         """The line of one scan, whose file is written first."""
         line: Line = {"path": record.path, "status": KEPT, "message": None}
-        try:
-            return line | self._drawn(record)
-        except storage.StorageNotFoundError as error:
-            return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
-        except OCTReadError as error:
-            return line | {"status": error.reason.value, "message": error.detail}
+        with Fault() as fault:
+            try:
+                require_file(record.url)
+                scan = read_whole(record, self.cfg, self.options, "dw" if self.form == HEIGHTMAP else "dhw")
+            except storage.StorageNotFoundError as error:
+                return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
+            except storage.StorageAwayError:
+                raise
+            except storage.StorageError as error:
+                return line | {"status": UNREAD, "message": error.problem}
+            except OCTReadError as error:
+                return line | {"status": error.reason.value, "message": error.detail}
+            try:
+                return line | self._drawn(record, scan) | {"warnings": cautions_of(scan.fields, None)}
+            except OCTReadError as error:
+                return line | {"status": error.reason.value, "message": error.detail}
+        assert fault.error is not None
+        return rejected(line, fault.error).fields
 
-    def _drawn(self, record: Record) -> Line:
-        """Write the file of one scan; its place, and what is in it."""
-        head, cfg, form = self.head, self.cfg, self.form
-        options, version = cfg.data.storage_options, head.checksum[:DIGITS]
+    def _drawn(self, record: Record, scan: WholeScan) -> Line:
+        """Write the file of one scan; its place, and what is in it. Raises OCTReadError, StorageError."""
+        head, cfg, form, options = self.head, self.cfg, self.form, self.options
+        version = head.checksum[:DIGITS]
         place = storage.join(self.out, _stem(record.path) + ENDINGS[form])
-        scan = read_whole(record, cfg, options, "dw" if form == HEIGHTMAP else "dhw")
-        if form in ("seg", HEIGHTMAP) and not scan.header.transfer_syntax.startswith("1.2."):
+        if form in OF_A_SCAN and not scan.header.transfer_syntax.startswith("1.2."):
             expected = f"a DICOM scan with --format {form}"
             raise OCTReadError(record.url, RejectReason.NOT_DICOM, expected, scan.header.transfer_syntax)
         outputs = outputs_of(head.arms[0], scan, cfg, self.runtime)
         if form == HEIGHTMAP:
             surfaces = scan.header.to_file_order(surfaces_of_scan(outputs, scan), 1)
-            write_height_map(surfaces, head.names, record.url, version, place, options)
+            write_height_map(surfaces, head.names, record.url, version, place, options, self.anonymous)
             return {"file": place, "surfaces": list(head.names)}
         values = np.array([0, *(head.state["classes"][name] for name in head.names)], np.uint8)
         labels = values[classes_of_scan(outputs, scan)]
@@ -103,7 +139,8 @@ class Files:
             write_png(scan.header.to_file_order(labels), place, options)
         else:
             classes = {value: name for name, value in head.state["classes"].items()}
-            write_seg(scan.header.to_file_order(labels), classes, scan.header, version, place, options)
+            labels_of_file = scan.header.to_file_order(labels)
+            write_seg(labels_of_file, classes, scan.header, version, place, options, self.anonymous)
         return {"file": place, "classes": _sizes(labels, head, scan)}
 
 
@@ -141,9 +178,21 @@ def _require_names(records: Sequence[Record]) -> None:
 
 def _stem(path: str) -> str:
     """The path below the root without the ending of a file; of a file elsewhere its name."""
-    is_elsewhere = "://" in path or path.startswith(("/", "."))
-    name = Path(path).name if is_elsewhere else path
-    return re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[A-Za-z]\w{0,4})$", "", name)
+    is_elsewhere = "://" in path or path.startswith(("/", ".")) or ".." in PurePosixPath(path).parts
+    name = PurePosixPath(path).name if is_elsewhere else path
+    stem = re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[A-Za-z]\w{0,4})$", "", name)
+    folder, slash, last = stem.rpartition("/")
+    return f"{folder}{slash}{bounded(last)}"
+
+
+def bounded(name: str) -> str:
+    """A name with room for endings in the 255 bytes that disks allow: of a longer one the beginning and a
+    digest.
+    """
+    content = os.fsencode(name)
+    if len(content) <= LONGEST:
+        return name
+    return f"{content[: LONGEST - 9].decode('utf-8', 'ignore')}-{values_digest([name])[:8]}"
 
 
 def _sizes(labels: np.ndarray, head: DenseHead, scan: WholeScan) -> dict[str, dict[str, float]]:

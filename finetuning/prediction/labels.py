@@ -23,7 +23,7 @@ from finetuning.features.familiarity import Familiarity, stored_familiarity
 from finetuning.heads.calibration import Calibration, stored_calibration
 from finetuning.heads.head_file import Head
 from finetuning.heads.objective import to_scores
-from finetuning.prediction.cautions import cautions_of
+from finetuning.prediction.cautions import cautions_of, is_far
 from finetuning.prediction.evidence import (
     ATTENTION,
     OCCLUSION,
@@ -144,6 +144,7 @@ class LabelPredictor:
             patch=self.cfg.spatial.patch_size,
             values=evidence.centred(valid_BN[0].cpu()).reshape(self.cfg.grid).numpy(),
             is_signed=evidence.is_signed,
+            has_answer=not is_far(line["feature_distance_percentile"]),
         )
 
 
@@ -174,8 +175,8 @@ def distance_text(percentile: float | None) -> str:
 
 
 def short_name(path: str, limit: int = 70) -> str:
-    """The name of a file, its middle left out where it is long."""
-    name = PurePosixPath(path).name
+    """The name of a file, its middle left out where it is long; what is no letter or sign is a square."""
+    name = "".join(c if c.isprintable() else "\ufffd" for c in PurePosixPath(path).name)
     half = (limit - 5) // 2
     return name if len(name) <= limit else f"{name[:half]} ... {name[-half:]}"
 

@@ -1,24 +1,26 @@
 """A line a scan, written as the scan is done, so that the same command goes on after a kill.
 
 In: the file, the scans that are asked about, what is common to all lines. Out: what is done, and the file. A
-line is done when version, format and precision are those of now, and what it names is there. Lines of rejects
-are made again; those of other scans and formats stay; a half line does not count.
+line is done when version, format, precision and anonymity are those of now, and what it names is there. Lines
+of rejects are made again; those of other scans and formats stay; a half line does not count. A line that
+cannot be written ends the command: here the lines are what was asked for.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from data_setup.store.format import KEPT
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.log import LineFile
+from utils.storage.errors import named_errors, split_scheme
 
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
+SAME = ("format", "precision", "anonymous")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
 Line = dict[str, Any]
 
@@ -45,31 +47,35 @@ class Lines:
         self.done = {
             line["path"]: line
             for line in earlier
-            if (line.get("format"), line["status"], line["precision"]) == (form, KEPT, common["precision"])
+            if line["status"] == KEPT
+            and all(line.get(name) == common.get(name) for name in SAME)
             and line["version"]
             and line["version"] == versions.get(line["path"])
             and has_files(line)
         }
         self.others = [x for x in earlier if x["path"] not in versions or x.get("format") != form]
         self._lines = [*self.others, *self.done.values()]
-        self._file: LineFile | None = None
+        self._file: IO[bytes] | None = None
         self._write_all()
         if not storage.is_remote(url):
-            self._file = LineFile(Path(url))
+            with named_errors(url):
+                self._file = open(split_scheme(url)[1], "ab", buffering=0)  # noqa: SIM115
 
     def add(self, line: Line) -> None:
-        """Write the line of a scan."""
+        """Write the line of a scan; raises StorageError."""
         whole = line | self._common | {"version": self._versions[line["path"]]}
         self._lines.append(whole)
         if self._file is not None:
-            self._file.append(json.dumps(whole))
+            with named_errors(self.url):
+                _append(self._file, json.dumps(whole).encode() + b"\n")
         elif len(self._lines) % AT_ONCE == 0:
             self._write_all()
 
     def close(self) -> None:
         """Write what is not written yet."""
         if self._file is not None:
-            self._file.close()
+            with named_errors(self.url), self._file:
+                os.fsync(self._file.fileno())  # some disks say only now that they are full
         else:
             self._write_all()
 
@@ -99,3 +105,14 @@ class Lines:
                 )
             lines.append(line)
         return lines
+
+
+def _append(file: IO[bytes], line: bytes) -> None:
+    """Write a whole line, or none of it; raises OSError."""
+    size, data = file.seek(0, 2), memoryview(line)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        file.truncate(size)
+        raise

@@ -8,15 +8,19 @@ the store, A-scans as in the file.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+
+from finetuning.prediction.cautions import NO_ANSWER
 
 FOR_RGB, AGAINST_RGB, LOOK_RGB = (0.90, 0.22, 0.12), (0.15, 0.45, 0.95), (0.98, 0.75, 0.10)
 LEAST_HEIGHT = 0.34  # of a drawn B-scan, as a share of its width: a flatter one is stretched, and says so
@@ -24,7 +28,18 @@ CLIP_PERCENTILE = 99.5  # of |evidence|: full colour from here on
 STRONGEST_ALPHA = 0.65
 NUM_PLANES = 3
 WRAP = 42  # letters in a line of the text column
+LINE_INCH = 8.5 * 1.2 / 72
+TEXT_SHARE, TEXT_SHARE_ALONE = 0.5, 0.84  # of the page's height, below bars and without them
+NO_ANSWER_COLOUR = "#c53030"
 NOTICE = "A research model, not a medical device. Not for diagnosis."
+
+
+@contextmanager
+def plain_text() -> Iterator[None]:
+    """Around what draws and saves: names of files and classes are text, whatever letters they hold."""
+    with rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        yield
 
 
 @dataclass(frozen=True)
@@ -45,13 +60,16 @@ class Page:
     is_signed: bool = True
     surfaces: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> voxels along h [D, W]
     thickness_um: np.ndarray | None = None  # en face [D, W]
+    has_answer: bool = True  # False: the head has none for this scan, and the page says so first
 
 
 def draw(page: Page) -> Figure:
     """The figure of a page."""
-    figure = Figure(figsize=(15.5, 7.4))
+    texts = _texts(page)
+    height = len(texts) * LINE_INCH / (TEXT_SHARE if page.bars else TEXT_SHARE_ALONE)
+    figure = Figure(figsize=(15.5, max(7.4, height)))
     planes = chosen_planes(page)
-    _write(_areas(figure, (2, 1), (0.085, 0.205), hspace=0.14, heights=(2, 3))[:, 0], page)
+    _write(_areas(figure, (2, 1), (0.085, 0.205), hspace=0.14, heights=(2, 3))[:, 0], page, texts)
     _enface(_areas(figure, (2, 1), (0.265, 0.455), hspace=0.28)[:, 0], page, planes)
     axes = _areas(figure, (len(planes), 2), (0.505, 0.985), hspace=0.32)
     for number, (plane, pair) in enumerate(zip(planes, axes, strict=True), 1):
@@ -72,7 +90,11 @@ def draw(page: Page) -> Figure:
     for axis in axes[-1]:
         axis.set_xlabel("along the B-scan, mm", fontsize="small")
     figure.legend(handles=_keys(page), loc="lower right", ncols=6, frameon=False, fontsize="medium")
-    figure.suptitle(page.title, x=0.015, y=0.98, ha="left", fontsize="large", fontweight="bold")
+    title, colour = page.title, "black"
+    if not page.has_answer:
+        title, colour = f"{NO_ANSWER}   {page.title}", NO_ANSWER_COLOUR
+    figure.suptitle(title, x=0.015, y=0.98, ha="left", fontsize="large", fontweight="bold", color=colour)
+    figure.text(0.015, 0.012, NOTICE, va="bottom", fontsize=8.5, fontweight="bold")
     return figure
 
 
@@ -116,13 +138,25 @@ def chosen_planes(page: Page) -> list[int]:
     return sorted(planes)
 
 
-def _write(axes: np.ndarray, page: Page) -> None:
+def _texts(page: Page) -> list[str]:
+    """The lines of the text column."""
+    texts: list[str] = []
+    for line in page.lines:
+        texts += [part for row in line.splitlines() for part in textwrap.wrap(row, WRAP)] + [""]
+    texts.append("WARNINGS" if page.warnings else "No warning applies.")
+    for line in page.warnings:
+        texts += textwrap.wrap(line, WRAP, initial_indent="! ", subsequent_indent="  ")
+    return [*texts, "", *textwrap.wrap(page.footer, WRAP)]
+
+
+def _write(axes: np.ndarray, page: Page, texts: Sequence[str]) -> None:
     """Prediction, warnings and what the map is: the text column."""
     top, bottom = axes
     if page.bars:
         names, values = list(page.bars), list(page.bars.values())
         best = int(np.argmax(values))
-        colours = ["#2b6cb0" if i == best else "#b8c4d0" for i in range(len(values))]
+        chosen = "#2b6cb0" if page.has_answer else "#b8c4d0"
+        colours = [chosen if i == best else "#b8c4d0" for i in range(len(values))]
         top.barh(range(len(values)), values, color=colours, height=0.62)
         top.set_yticks(range(len(values)), [textwrap.fill(name, 14) for name in names], fontsize="medium")
         top.set_xlim(0, 1.18)
@@ -135,14 +169,6 @@ def _write(axes: np.ndarray, page: Page) -> None:
     else:
         top.axis("off")
     bottom.axis("off")
-    texts: list[str] = []
-    for line in page.lines:
-        texts += [part for row in line.splitlines() for part in textwrap.wrap(row, WRAP)] + [""]
-    texts.append("WARNINGS" if page.warnings else "No warning applies.")
-    for line in page.warnings:
-        texts += textwrap.wrap(line, WRAP, initial_indent="! ", subsequent_indent="  ")
-    for line in (page.footer, NOTICE):
-        texts += ["", *textwrap.wrap(line, WRAP)]
     place = bottom if page.bars else top
     place.text(-0.58, 1, "\n".join(texts), va="top", fontsize=8.5, transform=place.transAxes, linespacing=1.2)
 

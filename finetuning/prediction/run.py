@@ -7,41 +7,45 @@ surfaces/ or slabs/; of classes, or with a format, files in the scan's own geome
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
 
 from data_setup.manifest import Record, unknown_record
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
-from finetuning.cohort.source import encoder_place, overridden
+from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden, require_known_place
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
-from finetuning.embedding.stream import NoFeaturesError, read_ahead
+from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
 from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
 from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
-from finetuning.prediction.files import Files, of_rows
+from finetuning.prediction.files import OF_A_SCAN, Files, bounded, of_rows
 from finetuning.prediction.labels import LabelPredictor
 from finetuning.prediction.lines import Line, Lines
+from finetuning.prediction.picture import plain_text
 from utils import storage
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging
 from utils.provenance import provenance
+from utils.run.lease import Lease, Work, hold
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.terminal import track
+from utils.terminal import printable, track
 
 MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 LAYERS, SEGMENTATION = "layers", "segmentation"  # of task.kind
 FORMATS = {"nifti": SEGMENTATION, "png": SEGMENTATION, "seg": SEGMENTATION, "heightmap": LAYERS}
 DPI = 100
+PREDICTING = Work("finetuning.predict into this folder", "another --out")
 Predictor = LabelPredictor | DensePredictor
 
 
@@ -61,7 +65,13 @@ class Scans(NamedTuple):
 
 
 def predict(
-    wanted: str, scans: Scans, form: str | None, out: str, occlusion: bool, overrides: Sequence[str]
+    wanted: str,
+    scans: Scans,
+    form: str | None,
+    out: str,
+    occlusion: bool,
+    overrides: Sequence[str],
+    anonymous: bool = True,
 ) -> int:
     """Write the lines and what they name; returns EXIT_FAILURE where a scan has no prediction.
 
@@ -75,20 +85,34 @@ def predict(
         raise UserError(f"{wanted}: expected {expected}, found one of {kind}")
     if occlusion and kind in KINDS:
         raise UserError(f"--occlusion: expected a head of labels, found one of {kind}: {wanted}")
+    if not anonymous and form not in OF_A_SCAN:
+        expected = f"--format {' or '.join(OF_A_SCAN)}"
+        raise UserError(f"--no-anonymous: expected it with {expected}, found {form or 'none'}")
     if scans.rows is not None and form is None:
         raise UserError("--rows: expected with --format, found none; name the files with --files or --dicom")
     head = _open(wanted, kind, overrides)
-    cfg = overridden(head.cfg, head.url, overrides, MAY_CHANGE)
+    cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
+    if scans.rows is not None:
+        for key in ("store", "gcs_root", "manifest_path"):
+            require_known_place(str(getattr(cfg.data, key)), head.url, f"data.{key}", overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
         )
     records, runtime = scans.records(cfg), open_runtime(cfg.train.use_bf16)
-    work: Files | Answers
-    if isinstance(head, DenseHead) and form is not None:
-        work = Files(head, cfg, records, form, out, runtime)
-    else:
-        work = Answers(_predictor(head, cfg, runtime, occlusion), cfg, records, Path(out))
+    with hold(out, cfg.data.storage_options, work=PREDICTING) as lease:
+        work: Files | Answers
+        if isinstance(head, DenseHead) and form is not None:
+            work = Files(head, cfg, records, form, out, runtime, anonymous)
+        else:
+            work = Answers(_predictor(head, cfg, runtime, occlusion), cfg, records, out)
+        return _write(work, head, cfg, runtime, out, lease)
+
+
+def _write(
+    work: Files | Answers, head: Head | DenseHead, cfg: Config, runtime: Runtime, out: str, lease: Lease
+) -> int:
+    """The lines that are not done; returns EXIT_FAILURE where a scan has no prediction."""
     common = {
         "head_sha256": head.checksum,
         "encoder_sha256": head.state["encoder"]["checksum"],
@@ -96,21 +120,25 @@ def predict(
         "precision": "bfloat16" if runtime.use_bf16 else "float32",
         **work.about,
     }
-    versions, num_rejects = work.versions, 0
+    versions, num_rejects, num_warned = work.versions, 0, 0
     url = storage.join(out, work.name)
     with closing(Lines(url, versions, common, work.has_files, cfg.data.storage_options)) as lines:
         for note in work.notes:
             print(note)
         todo = [path for path in versions if path not in lines.done]
         for line in track(work.lines(todo), len(todo), "predict", "volumes"):
+            lease.check()
             lines.add(line)
+            num_warned += bool(line.get("warnings"))
             if line["status"] != KEPT:
                 num_rejects += 1
-                print(f"rejected: {line['path']}: {line['status']}: {line['message']}", file=sys.stderr)
+                text = f"rejected: {line['path']}: {line['status']}: {line['message']}"
+                print(printable(text), file=sys.stderr)
     num_new = len(todo) - num_rejects
     print(
         f"{url}: {len(lines.done) + num_new} predictions, {num_rejects} files without; "
-        f"now {num_new}, before {len(lines.done)}; lines of other files, kept: {len(lines.others)}"
+        f"now {num_new}, before {len(lines.done)}; lines of other files, kept: {len(lines.others)}; "
+        f"warned of now: {num_warned}"
     )
     return EXIT_FAILURE if num_rejects else EXIT_FINISHED
 
@@ -134,8 +162,9 @@ class Answers:
 
     name = "predictions.jsonl"  # of the lines
 
-    def __init__(self, predictor: Predictor, cfg: Config, records: Sequence[Record], folder: Path) -> None:
+    def __init__(self, predictor: Predictor, cfg: Config, records: Sequence[Record], folder: str) -> None:
         self.predictor, self.cfg, self.folder = predictor, cfg, folder
+        self.options = cfg.data.storage_options
         self.volumes = DicomVolumes([r.url for r in records], cfg.spatial, cfg.data.storage_options)
 
     @property
@@ -153,8 +182,12 @@ class Answers:
     def has_files(self, line: Line) -> bool:
         """Whether the picture and the arrays that a line names are there, and of what is asked for now."""
         places = [line.get("picture", ""), line.get("arrays", "")]
-        are_there = all(place is None or (self.folder / place).is_file() for place in places)
-        return are_there and self.predictor.is_current(line)
+        if not all(place is None or self._is_there(place) for place in places):
+            return False
+        return self.predictor.is_current(line)
+
+    def _is_there(self, place: str) -> bool:
+        return bool(place) and storage.exists(storage.join(self.folder, place), self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
         row_of = dict(zip(self.volumes.urls, self.volumes.rows, strict=True))
@@ -167,19 +200,34 @@ class Answers:
         line = {"path": fields["path"], "status": fields["status"], "message": fields.get("message")}
         if isinstance(volume, Reject):
             return line
-        try:
+        with Fault() as fault:
+            return line | self._answered(volume)
+        assert fault.error is not None
+        if isinstance(fault.error, NoFeaturesError):
+            return line | {"status": fault.error.status, "message": str(fault.error)}
+        reject = rejected(fields, fault.error).fields
+        return line | {name: reject[name] for name in ("status", "message")}
+
+    def _answered(self, volume: Volume) -> Line:
+        """Write a volume's picture and arrays; what is predicted. Raises NoFeaturesError, StorageError."""
+        fields, content = volume.fields, dict[str, io.BytesIO]()
+        stem = f"{bounded(PurePosixPath(fields['path']).stem)}-{values_digest([fields['path']])[:8]}"
+        picture, arrays = f"pictures/{stem}.png", None
+        with plain_text():
             answer = self.predictor.answer(volume)
-        except NoFeaturesError as error:
-            return line | {"status": error.status, "message": str(error)}
-        stem = f"{PurePosixPath(fields['path']).stem}-{values_digest([fields['path']])[:8]}"
-        places = {"picture": f"pictures/{stem}.png", "arrays": None}
-        target = self.folder / str(places["picture"])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        answer.figure.savefig(target, dpi=DPI)
+            answer.figure.savefig(buffer := io.BytesIO(), dpi=DPI)
+        content[picture] = buffer
         if answer.arrays:
-            places["arrays"] = f"{self.predictor.folder}/{stem}.npz"
-            (self.folder / self.predictor.folder).mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(self.folder / str(places["arrays"]), allow_pickle=False, **answer.arrays)
+            arrays = f"{self.predictor.folder}/{stem}.npz"
+            np.savez_compressed(buffer := io.BytesIO(), allow_pickle=False, **answer.arrays)
+            content[arrays] = buffer
+        for place, buffer in content.items():
+            storage.write_bytes(storage.join(self.folder, place), buffer.getvalue(), self.options)
         facts = {name: fields[name] for name in ("laterality", "device", "protocol")}
         quality = {name: fields[name] for name in QUALITY_COLUMNS}
-        return line | answer.line | places | facts | {"quality": quality, "volume": fields["checksum"]}
+        return (
+            answer.line
+            | {"picture": picture, "arrays": arrays}
+            | facts
+            | {"quality": quality, "volume": fields["checksum"]}
+        )

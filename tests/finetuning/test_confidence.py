@@ -9,18 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
+from scipy.ndimage import gaussian_filter
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.decomposition import PCA
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
 
+from data_setup.manifest import unknown_record
+from data_setup.readers.open_record import open_record
+from finetuning.embedding.looks import COLUMNS, Looks
 from finetuning.features.familiarity import fit_familiarity, stored_familiarity
 from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
 from finetuning.heads.head_file import Standardise
-from finetuning.prediction.cautions import cautions_of
+from finetuning.prediction.cautions import NO_ANSWER, cautions_of
 from finetuning.prediction.evidence import ATTENTION, CONTRIBUTIONS, GRADIENT, evidence_of
+from finetuning.prediction.picture import NOTICE, Page, draw
 from models.heads import build_head
 from models.probes.features import pool_tokens
+from tests.support.heights_factory import make_tree
 from utils.checkpoint import CheckpointWriter, load_checkpoint
 
 PEOPLE = 60
@@ -197,11 +204,14 @@ def test_first_order_and_attention_follow_the_head() -> None:
     assert moves[0] < moves[1]
 
 
+SOUND: dict[str, Any] = {"valid_fraction": 0.9, "lost_fraction": 0.0, "orientation_source": "position"}
+SOUND |= {"spacing_before_d": 0.047, "spacing_before_h": 0.0026, "spacing_before_w": 0.0117}
+SOUND |= {"signal_db": 15.0, "clipped_share": 0.0, "motion_um": 4.0, "missing_share": 0.0}
+SOUND |= {"saturated_share": 0.001}
+
+
 def test_cautions_name_what_is_out_of_range() -> None:
-    fields: dict[str, Any] = {"valid_fraction": 0.9, "lost_fraction": 0.0, "orientation_source": "position"}
-    fields |= {"spacing_before_d": 0.047, "spacing_before_h": 0.0026, "spacing_before_w": 0.0117}
-    fields |= {"signal_db": 15.0, "clipped_share": 0.0, "motion_um": 4.0, "missing_share": 0.0}
-    fields |= {"saturated_share": 0.001}
+    fields = SOUND
     assert cautions_of(fields, 50.0) == []
     bad = {"signal_db": 3.0, "clipped_share": 0.2, "motion_um": 44.0, "missing_share": 0.1}
     assert cautions_of(fields | bad, 50.0) == [
@@ -214,6 +224,95 @@ def test_cautions_name_what_is_out_of_range() -> None:
     assert axial.startswith("spacing axial: 26.0 um, outside ")
     (far,) = cautions_of(fields, 99.5)
     assert "farther from the training set" in far
+
+
+SPACING = (0.25, 0.0039, 0.0117)
+REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "real_labelled" / "volumes"
+
+
+def eye(name: str, root: Path) -> np.ndarray:
+    """uint8 [25, rows, columns] of the phantom, or of a real eye where there is one."""
+    if name == "phantom":
+        make_tree(root, 1, (), (1,), (25, 248, 128))
+        url = str(next((root / "retinal_oct").rglob("*.dcm")))
+    elif (REAL / name).is_file():
+        url = str(REAL / name)
+    else:
+        pytest.skip("the real eyes are not part of the project")
+    _, frames = open_record(unknown_record(url))
+    voxels = np.stack(list(frames))
+    return voxels.repeat(2, axis=1).repeat(4, axis=2) if name == "phantom" else voxels
+
+
+def looked_at(voxels: np.ndarray, spacing_mm: tuple[float, float, float] = SPACING) -> dict[str, Any]:
+    looks = Looks()
+    for frame in looks.watch(iter(voxels)):
+        assert frame.dtype == np.uint8
+    measured = {name: value for name, value in looks.columns(spacing_mm).items() if name in COLUMNS}
+    return SOUND | measured | {f"spacing_before_{a}": mm for a, mm in zip("dhw", spacing_mm, strict=True)}
+
+
+def another_part(voxels: np.ndarray) -> np.ndarray:
+    """Bright lumps of any shape, as in other organs."""
+    lumps = gaussian_filter(np.random.default_rng(0).normal(size=voxels.shape), (2, 12, 12))
+    return np.where(lumps > 0, 40 + 150 * lumps / lumps.max(), 5).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", ["phantom", "1002.nii.gz"])
+def test_what_is_no_eye_or_not_as_a_device_writes_it_has_its_warning(name: str, tmp_path: Path) -> None:
+    """And the eye itself has none, at the distance of Heidelberg's commonest raster."""
+    voxels, rng = eye(name, tmp_path), np.random.default_rng(3)
+    d, h, w = voxels.shape[0], 1.92 / voxels.shape[1], 6.0 / voxels.shape[2]
+    for step in (0.24, 0.25):
+        assert cautions_of(looked_at(voxels, (step, h, w)), 50.0) == []
+    table = {
+        "seems upside down": voxels[:, ::-1],
+        "as unlike as any two": voxels[rng.permutation(d)],
+        "dark: 99.9 % of": (0.15 * voxels).astype(np.uint8),
+        "seem inverted": 255 - voxels,
+        "no layers as a retina": another_part(voxels),
+    }
+    for text, edited in table.items():
+        (found_text,) = cautions_of(looked_at(edited, (0.25, h, w)), 50.0)
+        assert text in found_text
+    both = cautions_of(looked_at(255 - voxels[:, ::-1], (0.25, h, w)), 50.0)
+    assert [text.split(":")[0] for text in both] == [
+        "grey values seem inverted",
+        "the retina seems upside down",
+    ]
+    turned = cautions_of(looked_at(np.ascontiguousarray(voxels.swapaxes(1, 2)), (0.25, h, w)), 50.0)
+    assert any("another axis" in text for text in turned)
+    for share, text in ((0.25, "field across B-scans: 1.6 mm"), (4, "spacing between B-scans: 1000.0 um")):
+        assert any(text in line for line in cautions_of(looked_at(voxels, (share * 0.25, h, w)), 50.0))
+    (deep,) = cautions_of(looked_at(voxels, (0.25, h / 2, w)), 50.0)
+    assert deep.startswith("field in depth: 1.0 mm, expected 1 to 7 mm") or "axial" in deep
+
+
+def test_every_line_of_a_page_lies_on_it() -> None:
+    """With more warnings than any scan has; and a page without an answer says so above all else."""
+    for bars in ({"a": 0.9, "b": 0.1}, {}):
+        many = [f"a warning of some length, that takes two lines of the column: {n}" for n in range(25)]
+        page = Page(
+            title="scan.dcm",
+            lines=["Of a device."],
+            bars=bars,
+            bars_title="Score",
+            warnings=many,
+            footer="The map.",
+            volume=np.zeros((8, 24, 32), np.uint8),
+            spacing_mm=(0.25, 0.02, 0.1),
+            valid_box=[0, 8, 0, 24, 0, 32],
+            has_answer=False,
+        )
+        figure = draw(page)
+        figure.canvas.draw()
+        texts = [text for text in figure.findobj(Text) if text.get_text()]
+        (notice,) = (text for text in texts if text.get_text() == NOTICE)
+        (column,) = (text for text in texts if "The map." in text.get_text())
+        (title,) = (text for text in texts if text.get_text().startswith(NO_ANSWER))
+        below, column_box, above = (text.get_window_extent() for text in (notice, column, title))
+        assert figure.bbox.y0 <= below.y0 < below.y1 < column_box.y0 < column_box.y1 < above.y0
+        assert above.y1 <= figure.bbox.y1
 
 
 def test_a_calibration_says_what_it_did() -> None:

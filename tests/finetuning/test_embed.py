@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -21,7 +22,9 @@ from data_setup.store.format import chunk_key
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.embed import main
+from finetuning.embedding import run
 from finetuning.embedding.folder import Embedded, Folder
+from finetuning.embedding.volumes import Volume
 from finetuning.features.pooled import embed_rows, pretrained_encoder
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
@@ -29,6 +32,7 @@ from tests.support.process_factory import Running, run_to_end
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
+from utils.run.lease import hold
 
 PEOPLE = {"train": 2, "val": 1, "test": 2}
 
@@ -246,6 +250,34 @@ def test_dicom_files_have_the_features_of_their_volumes_in_the_store(
     same = ["laterality", "spacing_before_d", "valid_fraction", "flipped_d", "intensity_mean"]
     pd.testing.assert_frame_equal(kept[same], prepared[same])
     assert kept["seen_in_pretraining"].isna().all()
+
+
+def test_odd_names_faults_and_two_at_once(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A name of bytes that are no text is a row; a pipe and a fault of ours are rows with their reasons."""
+    files, out = tmp_path / "files", tmp_path / "out"
+    for name in (os.fsdecode(b"\xff.dcm"), "a$\\frac{$b$^$.dcm", "faulty\x1b.dcm"):
+        write_opt(files, speckle(16, 200, 48), name=name)
+    os.mkfifo(files / "pipe.dcm")
+    embed_volume = run.embed_volume
+
+    def faulty(encoder: Any, cfg: Any, volume: Volume, *words: Any) -> Embedded:
+        return 1 / 0 if "faulty" in volume.fields["path"] else embed_volume(encoder, cfg, volume, *words)
+
+    monkeypatch.setattr(run, "embed_volume", faulty)
+    words = ["--checkpoint", checkpoint, "--out", str(out), "--dicom", str(files), str(files / "pipe.dcm")]
+    with hold(str(out)), pytest.raises(UserError, match=r"finetuning\.embed into this .* another --out"):
+        main(words)
+    assert main(words) == 1
+    table = pd.read_parquet(out / "features.parquet")
+    status = {Path(path).name: value for path, value in zip(table["path"], table["status"], strict=True)}
+    assert status == {"\\xff.dcm": "kept", "a$\\frac{$b$^$.dcm": "kept"} | {
+        "faulty\x1b.dcm": "internal_error",
+        "pipe.dcm": "unsupported_format",
+    }
+    assert "\x1b" not in capfd.readouterr().err
+    assert not list(out.glob("lease_*"))
 
 
 SLOWLY = """

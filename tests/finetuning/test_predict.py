@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,13 @@ from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.predict import main
 from finetuning.prediction import run as run_module
 from finetuning.prediction.evidence import CONTRIBUTIONS, OCCLUSION
+from finetuning.prediction.labels import LabelPredictor
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from utils import storage
 from utils.errors import ConfigError, UserError
+from utils.run.lease import hold
 
 TASK = str(Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml")
 QUICK = ["train.epochs=1", "head.learning_rates=[1e-2]", "head.weight_decays=[0.01]", "data.workers=0"]
@@ -127,6 +132,64 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         main(command)
     assert (out / "predictions.jsonl").read_text() == "a line of mine\n"
+
+
+ODD_NAMES = ("a$\\frac{$b$^$.dcm", f"{'x' * 245}.dcm", os.fsdecode(b"\xffbytes.dcm"))
+ODD_NAMES += ("esc\x1b]0;\x07\n\u4e2d.dcm",)
+
+
+def test_no_files_name_or_fault_ends_the_others(
+    heads: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text from outside is text in a picture, a pipe is not waited for, a fault of ours is one file's."""
+    files, out = tmp_path / "files", tmp_path / "out"
+    for name in (*ODD_NAMES, "good.dcm", "faulty.dcm"):
+        write_opt(files, speckle(16, 200, 48), name=name)
+    for name in ("pipe.dcm", "pipe"):
+        os.mkfifo(files / name)
+    answer = LabelPredictor.answer
+
+    def faulty(self: LabelPredictor, volume: Any) -> Any:
+        return 1 / 0 if "faulty" in volume.fields["path"] else answer(self, volume)
+
+    monkeypatch.setattr(LabelPredictor, "answer", faulty)
+    command = ["--checkpoint", str(heads["linear"]), "--out", str(out), "--dicom"]
+    assert main([*command, str(files), str(files / "pipe.dcm")]) == 1
+    by_name = {Path(line["path"]).name: line for line in lines(out)}
+    assert {name for name, line in by_name.items() if line["status"] == "kept"} == {*ODD_NAMES, "good.dcm"}
+    assert by_name["faulty.dcm"]["status"] == "internal_error"
+    assert by_name["faulty.dcm"]["message"].startswith("ZeroDivisionError at test_predict.py")
+    assert by_name["pipe.dcm"]["message"] == "expected a file or a folder, found a pipe or a device"
+    pictures = {(out / line["picture"]).read_bytes()[:4] for line in by_name.values() if "picture" in line}
+    assert pictures == {b"\x89PNG"}
+    (files / "faulty.dcm").unlink()
+    captured = capfd.readouterr()
+    assert "5 predictions, 2 files without" in captured.out
+    assert "\x1b" not in captured.out + captured.err
+    assert main([*command, *(str(files / name) for name in ODD_NAMES)]) == 0
+    assert "now 0, before 4" in capfd.readouterr().out
+
+
+def test_an_output_that_cannot_be_written_is_one_line(heads: dict[str, Path], tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk; a file is where a folder would be."""
+    path, out = write_opt(tmp_path, speckle(16, 200, 48)), tmp_path / "out"
+    command = ["--checkpoint", str(heads["linear"]), "--dicom", path, "--out"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(storage.StorageError, match="file"):
+        main([*command, str(tmp_path / "file")])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, before[1]))  # a lease, and no picture
+    try:
+        with pytest.raises(storage.StorageError, match=r"pictures/.*File too large"):
+            main([*command, str(out)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert lines(out) == []
+    with hold(str(out)), pytest.raises(UserError, match=r"finetuning\.predict into this .* another --out"):
+        main([*command, str(out)])
+    assert main([*command, str(out)]) == 0
+    assert len(lines(out)) == 1
+    assert not list(out.glob("lease_*"))
 
 
 def test_occlusion_takes_the_place_of_the_map(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from tests.support.import_factory import anatomical_affine, write_folder
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions
 from utils.errors import UserError
+from utils.storage import StorageError
 
 SHAPE, SPACING = (6, 20, 14), (0.2, 0.01, 0.05)
 OPTIONS = StorageOptions()
@@ -234,6 +236,69 @@ def interleaved(path: Path, other: Path) -> list[int]:
     return order
 
 
+def without_groups(scan: pydicom.FileDataset) -> None:
+    measures = scan.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+    scan.PixelSpacing, scan.SliceThickness = measures.PixelSpacing, measures.SliceThickness
+    scan.SpacingBetweenSlices = measures.SliceThickness
+    del scan.SharedFunctionalGroupsSequence, scan.PerFrameFunctionalGroupsSequence
+
+
+def orientation_by_frame(scan: pydicom.FileDataset) -> None:
+    shared = scan.SharedFunctionalGroupsSequence[0]
+    for group in scan.PerFrameFunctionalGroupsSequence:
+        group.PlaneOrientationSequence = shared.PlaneOrientationSequence
+    del shared.PlaneOrientationSequence
+
+
+def without_orientation(scan: pydicom.FileDataset) -> None:
+    del scan.SharedFunctionalGroupsSequence[0].PlaneOrientationSequence
+
+
+def without_a_patient(scan: pydicom.FileDataset) -> None:
+    for keyword in PLANTED:
+        delattr(scan, keyword)
+
+
+PLANTED = {"PatientName": "Secret^Name", "PatientID": "ID-77", "PatientBirthDate": "19500101"}
+PLANTED |= {"StudyDate": "20240102", "AccessionNumber": "ACC77", "ReferringPhysicianName": "Doctor^Known"}
+PLANTED |= {"PatientComments": "lives alone", "InstitutionName": "Hospital", "StudyDescription": "of him"}
+UNWANTED = ("PatientComments", "InstitutionName", "StudyDescription")  # no file needs them
+
+
+@pytest.mark.parametrize("protocol", [0, 2])
+@pytest.mark.parametrize(
+    "edit",
+    [without_groups, orientation_by_frame, without_orientation, without_a_patient, lambda scan: None],
+)
+def test_files_about_any_scan_name_nobody_unless_asked(tmp_path: Path, edit: Any, protocol: int) -> None:
+    """Whatever of its geometry or patient a scan lacks; each class is a segment, whatever its name."""
+    make_tree(tmp_path / "tree", 1, (), (protocol,), (14, 80, 24))
+    scan = pydicom.dcmread(next((tmp_path / "tree" / "retinal_oct").rglob("*.dcm")))
+    scan.update(PLANTED)
+    edit(scan)
+    url = str(tmp_path / "scan.dcm")
+    scan.save_as(url)
+    header, _ = open_record(record_of(Path(url)))
+    labels, names = labels_of(header.shape), {2: "fluid\\sub \u6db2", 5: "d" * 99}
+    heights = np.ones((1, header.shape[0], header.shape[2]), np.float32)
+    for anonymous in (True, False):
+        write_seg(labels, names, header, "abc", f"{tmp_path}/s.dcm", OPTIONS, anonymous)
+        write_height_map(heights, ["a\\b \u6db2"], url, "abc", f"{tmp_path}/h.dcm", OPTIONS, anonymous)
+        for name in ("s.dcm", "h.dcm"):
+            written = pydicom.dcmread(tmp_path / name)
+            planted = {key for key, value in PLANTED.items() if value in str(written)}
+            asked = {key for key in PLANTED if key in scan and key not in UNWANTED}
+            assert planted == (set() if anonymous else asked)
+            assert (scan.StudyInstanceUID in str(written)) is not anonymous
+            assert header.sop_instance_uid in str(written)
+            assert written.PatientIdentityRemoved == ("YES" if anonymous else "NO")
+    segments = highdicom.seg.segread(tmp_path / "s.dcm")
+    assert [d.segment_label for d in segments.SegmentSequence] == ["fluid/sub \u6db2", "d" * 64]
+    frames = list(range(1, header.shape[0] + 1))
+    numbers = segments.get_pixels_by_source_frame(header.sop_instance_uid, frames, combine_segments=True)
+    np.testing.assert_array_equal(np.array([0, 2, 5])[numbers], labels)
+
+
 @pytest.mark.parametrize("keyword", ["FrameOfReferenceUID", "SeriesInstanceUID", "StudyInstanceUID"])
 def test_a_scan_that_a_file_cannot_refer_to_has_a_reason(
     scan_file: Path, tmp_path: Path, keyword: str
@@ -331,6 +396,17 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected lines of the head with sha256 2222.*give another --out"):
         start(head_sha256="2" * 64)
     assert len(file.read_text().splitlines()) == 1
+    lines = start()
+    size = file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, before[1]))  # stands for a full disk
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            lines.add({"path": str(scans[2]), "status": "kept", "file": str(scans[2])})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    lines.close()
+    assert file.stat().st_size == size  # no half line
     file.write_text("mine\n")
     with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
         start()

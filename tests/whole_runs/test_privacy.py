@@ -18,6 +18,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -30,12 +31,18 @@ from pydicom.sequence import Sequence
 from pydicom.tag import Tag
 from pydicom.uid import UID, JPEG2000Lossless, RLELossless
 
+from data_setup.manifest import unknown_record
 from data_setup.readers.dicom import OCTReadError, RejectReason, open_volume, read_volume
 from data_setup.readers.faults import place_of
 from data_setup.store.reader import PreparedStore
+from finetuning.embedding.volumes import DicomFile
+from finetuning.prediction.files import Files
+from tests.finetuning.test_segment import Bright, Edge, arm
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
+from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.wandb_reader import records
+from utils.config.load import load_config
 
 WORD, DAY, ROOT_UID = "ZQXPLANTED", "18770613", "2.25.31415926535897932384626433"
 NEEDLE = re.compile(
@@ -241,6 +248,30 @@ def test_what_is_planted_is_found_wherever_it_is_packed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("form", ["nifti", "png", "seg", "heightmap"])
+def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
+    """And their lines, and what a line of predictions, or a row of embed, would hold."""
+
+    def planted(ds: FileDataset) -> None:
+        plant(ds)
+        ds.FrameOfReferenceUID = "2.25.1"  # the page lists it: by it a mask lies on its scan
+
+    path = write_opt(tmp_path / "in", speckle(6, 40, 24), references=rows_down(6), edit=planted)
+    head = SimpleNamespace(arms=[arm(Edge())], names=["ILM", "BM"], checksum="abc", state={"classes": {}})
+    if form != "heightmap":
+        head = SimpleNamespace(arms=[arm(Bright())], names=["a"], checksum="abc", state={"classes": {"a": 5}})
+    spatial = ["image_size=[8,24,8]", "target_spacing=[0.12,0.005,0.09]", "patch_size=[2,8,8]"]
+    cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
+    out, record = tmp_path / "out", unknown_record(path)
+    files = Files(head, cfg, [record], form, str(out), RUNTIME)  # type: ignore[arg-type]
+    (line,) = files.lines([path])
+    assert line["status"] == "kept", line
+    assert len(list(out.rglob("*.*"))) >= 1
+    assert leaks(out) == []
+    volume = DicomFile(0, path, cfg.spatial, cfg.data.storage_options)()
+    assert not NEEDLE.search(repr((line, volume.fields, files.notes)).encode())
+
+
 # ---- the whole pipeline -----------------------------------------------------------------------------------
 
 
@@ -286,6 +317,13 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     assert run("pretraining.train", out, *stage) == 0
     assert run("finetuning.evaluate", out, *stage) == 0
     assert run("utils.report", out, str(out / "run")) == 0
+    of_run = ["--checkpoint", str(out / "run"), "--out"]
+    assert run("finetuning.embed", out, *of_run, str(out / "features"), "--dicom", str(source)) == 1
+    task = ["--config", str(ROOT / "configs" / "cls_linear_probe.yaml"), "--checkpoint", str(out / "run")]
+    quick = ["train.epochs=1", "head.learning_rates=[1e-2]", "head.weight_decays=[0.01]"]
+    assert run("finetuning.train", out, *task, f"run.dir={out / 'probe'}", *quick) == 0
+    of_head = ["--checkpoint", str(out / "probe"), "--out", str(out / "predicted")]
+    assert run("finetuning.predict", out, *of_head, "--dicom", str(source)) == 1
 
     index = PreparedStore.open(str(out / "store")).index
     status = {source / p: s for p, s in zip(index.path, index.status, strict=True)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,16 @@ import torch
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.source import evaluated_config
+from finetuning.cohort.source import evaluated_config, on_own_endpoint
 from finetuning.features.kept import KeptFeatures, features_folder, weights_digest
 from finetuning.features.pooled import embed_rows, pretrained_encoder, random_encoder
 from finetuning.heads import frozen
-from finetuning.heads.head_file import open_head, predict_rows
+from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
 from tests.support.finetune_factory import RUNTIME, config, save_checkpoint
 from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
 
@@ -58,6 +61,32 @@ def test_the_head_loads_by_itself_and_predicts(probe: Path, checkpoint: str) -> 
     assert state["pretraining_participants"] == state["participants"]["train"]
     assert state["geometry"] == store.attrs["geometry"]
     assert state["normalisation"] == "zscore_valid"
+
+
+@pytest.mark.parametrize("url", ["/home/me/head.pt", "gs://mine/head.pt", "memory://mine/head.pt"])
+@pytest.mark.parametrize(
+    "place", ["http://127.0.0.1:9/e.pt", "gs://theirs/e.pt", "simplecache::http://x.org/e.pt"]
+)
+def test_no_address_is_asked_that_a_file_alone_names(
+    url: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder's: a person says it, or it lies in the head's own bucket."""
+    asked = []
+    monkeypatch.setattr(socket.socket, "connect", lambda self, where: asked.append(where))
+    state = {"encoder": {"url": place, "checksum": "0"}}
+    with pytest.raises(UserError, match=r"alone names; nothing was asked of it: add model\.checkpoint="):
+        checkpoint_of(state, url, None, None)
+    assert asked == []
+    with pytest.raises(UserError, match="absent"):
+        checkpoint_of({"encoder": {"url": "memory://mine/absent.pt"}}, "memory://mine/head.pt", None, None)
+
+
+def test_the_endpoint_of_a_bucket_is_the_command_lines(checkpoint: str) -> None:
+    cfg = load_checkpoint_config(checkpoint)
+    theirs = replace(cfg, data=replace(cfg.data, storage_options=StorageOptions("http://127.0.0.1:9")))
+    assert on_own_endpoint(theirs, []).data.storage_options == StorageOptions()
+    of_command = on_own_endpoint(theirs, ["data.storage_options.endpoint_url=http://mine"])
+    assert of_command.data.storage_options == StorageOptions("http://mine")
 
 
 def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def train(cfg: Config) -> int:
 
 
 def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
-    # ---- set-up: the lease before anything is read, so that of two starts one alone restores the run
+    # ---- set-up: the leases before anything is read, so that of two starts one alone restores the run
     start_early(cfg.data)
-    lease = stack.enter_context(held_run(cfg, runtime))
+    leases = stack.enter_context(held_run(cfg, runtime))
     run = open_run(cfg, runtime)
     gauges = open_gauges(run)
     # ---- restore: this run, else method.init_from, else the seed's own weights
@@ -87,7 +87,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
     # ---- log: only of a run that has proved to work; the first validation is of the weights before a step
     runtime.enter("start of the log")
     state = partial(checkpoint_state, run, gauges, progress)
-    checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
+    checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, leases)
     run_log = stack.enter_context(open_log(cfg, runtime, start, total, synthetic=run.is_synthetic))
     clock = Throughput(cfg, run.model, runtime)
     log_start(run, clock, progress)

@@ -58,7 +58,7 @@ def _finetune(
 ) -> int:
     # ---- set-up, and restore this run, if there is one
     cfg = source.cfg
-    lease = stack.enter_context(held_run(cfg, runtime))
+    leases = stack.enter_context(held_run(cfg, runtime))
     tuning = open_tuning(source, store, cohort, runtime)
     model, optimizer, calendar = tuning.model, tuning.optimizer, tuning.calendar
     runtime.enter("restore")
@@ -75,7 +75,7 @@ def _finetune(
     run_log = stack.enter_context(open_log(cfg, runtime, progress.step, calendar.total, synthetic=synthetic))
     log_start(tuning, progress)
     state = partial(checkpoint_state, tuning, progress)
-    checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, lease)
+    checkpoints = Checkpoints(cfg, runtime, progress, state, calendar.keep_every, leases)
     tensors = [model.state_dict()] * 3  # weights, and two moments of each
     checkpoints.log_need(tensors, calendar.total, bests=1)
     stack.callback(checkpoints.wait)

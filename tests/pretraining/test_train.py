@@ -47,6 +47,7 @@ from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
 from utils.config.load import load_config
 from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.run import guard, skipped_updates
+from utils.run.lease import hold
 from utils.runtime.processes import Group
 from utils.runtime.single import Runtime
 
@@ -472,6 +473,17 @@ def test_without_a_checkpoint_directory_nothing_is_saved(folder: Path, tmp_path:
     assert not (run / "checkpoints").exists()
     assert not list(tmp_path.glob("None*"))
     assert not list(Path.cwd().glob("None*"))
+
+
+@pytest.mark.parametrize("ckpt_dir", ["null", "{}/other", "{}/run/../run"])
+def test_one_training_at_a_time_writes_a_run_directory(folder: Path, tmp_path: Path, ckpt_dir: str) -> None:
+    run = tmp_path / "run"
+    places = f"run.dir={run}", f"train.ckpt_dir={ckpt_dir.format(tmp_path)}"
+    refused = pytest.raises(UserError, match=r"run: expected no other training of this run, found process")
+    with hold(str(run)), refused:
+        train(pipeline_config(folder, *places))
+    assert train(pipeline_config(folder, *places, "train.max_steps=1")) == 0
+    assert not list(tmp_path.rglob("lease_*"))
 
 
 def test_a_foreign_store_geometry_is_refused(folder: Path, tmp_path: Path) -> None:

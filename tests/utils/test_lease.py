@@ -90,7 +90,7 @@ def test_one_that_is_silent_on_another_machine_is_waited_for(
         silent.release()
         ours.check()
         assert storage.list_names(place) == ["lease_000002.json"]
-    with pytest.raises(LeaseError, match="another training has taken over and ended"):
+    with pytest.raises(LeaseError, match="another training of this run has taken over and ended"):
         silent.check()
 
 
@@ -167,7 +167,7 @@ def test_a_renewal_that_fails_is_a_warning_and_the_lease_goes_on_later(
         fault = place / ".lease_000001.json.partial"
         fault.mkdir()
         before = (place / "lease_000001.json").read_bytes()
-        while "not renewed, training goes on" not in caplog.text:
+        while "not renewed, the work goes on" not in caplog.text:
             time.sleep(0.02)
         lease.check()
         fault.rmdir()

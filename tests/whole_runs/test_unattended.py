@@ -81,7 +81,7 @@ def test_sigterm_to_everything_of_a_run(
     second = Running(argv(folder, run), tmp_path / "second")
     assert second.wait() == EXIT_USER_ERROR
     who = f"found process {running.process.pid} on {os.uname().nodename}, since "
-    assert f"checkpoints: expected no other training of this run, {who}" in second.output
+    assert f"expected no other training of this run, {who}" in second.output
     running.process.send_signal(signal.SIGCONT)
     os.killpg(running.process.pid, signal.SIGTERM)
     assert running.wait(SPOT_S) == EXIT_STOPPED, running.output[-3000:]

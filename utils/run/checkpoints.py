@@ -39,10 +39,10 @@ class Checkpoints:
         clock: Clock,
         state: Callable[[], dict[str, Any]],
         keep_every: int,
-        lease: Lease | None,
+        leases: list[Lease],
     ) -> None:
         self.cfg, self.runtime, self.clock, self.state = cfg, runtime, clock, state
-        self.lease = lease
+        self.leases = leases
         self.keep_every = keep_every
         self.saved = clock.step
         self.writer: CheckpointWriter | None = None
@@ -86,8 +86,8 @@ class Checkpoints:
         if not names or self.writer is None:
             return
         self.runtime.watchdog.beat(f"checkpoint of step {self.clock.step}")
-        if self.lease is not None:
-            self.lease.check()
+        for lease in self.leases:
+            lease.check()
         files = history_files(Path(self.cfg.run.dir)) if with_step else {}
         beside = {history_url(self.writer.directory, name): data for name, data in files.items()}
         self.writer.save(self.state(), names, beside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from utils import storage
@@ -30,20 +30,19 @@ def check_run_dir(cfg: Config) -> None:
 
 
 @contextmanager
-def held_run(cfg: Config, runtime: Runtime) -> Iterator[Lease | None]:
-    """The lease on the run's checkpoints, which the first process holds for all; a changed run is refused.
-    After SIGTERM it is not waited for: the phase that comes next (`Runtime.enter`) ends the run.
+def held_run(cfg: Config, runtime: Runtime) -> Iterator[list[Lease]]:
+    """The leases on run.dir and on the run's checkpoints, which the first process holds for all; a changed
+    run is refused. After SIGTERM they are not waited for: the phase that comes next (`Runtime.enter`) ends
+    the run.
     """
     if not runtime.group.is_first:
-        yield None
+        yield []
         return
     check_run_dir(cfg)
-    if cfg.train.ckpt_dir is None:
-        yield None
-        return
     options, is_stopped = cfg.data.storage_options, lambda: runtime.stop_requested
-    with hold(cfg.train.ckpt_dir, options, is_stopped) as lease:
-        yield lease
+    places = {storage.absolute(url): url for url in (cfg.run.dir, cfg.train.ckpt_dir) if url is not None}
+    with ExitStack() as stack:
+        yield [stack.enter_context(hold(url, options, is_stopped)) for url in places.values()]
 
 
 def refuse_changes(old: Config, new: Config, where: str, moved: Sequence[str] = ()) -> None:

@@ -1,7 +1,7 @@
-"""One training at a time for one folder of checkpoints.
+"""One process at a time for one folder: of a run, of its checkpoints, of a command's output.
 
-In: `train.ckpt_dir`, a folder or a bucket. The process that trains holds a lease there, a small file
-lease_NNNNNN.json that says who holds it and until when; a thread renews it, the end of the run removes it.
+In: a folder or a bucket. The process that writes there holds a lease on it, a small file lease_NNNNNN.json
+that says who holds it and until when; a thread renews it, the end of the work removes it.
 The highest number counts. Whoever takes over creates the next one, which succeeds once (storage.create).
 
 A holder on this machine counts as long as its process lives, so a run that was killed starts again at once.
@@ -81,15 +81,26 @@ def process_start(pid: int) -> int:
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
+@dataclass(frozen=True)
+class Work:
+    """What one process at a time does in a folder, in the words of a refusal."""
+
+    name: str  # after "expected no other"
+    elsewhere: str  # after "or use"
+
+
+TRAINING = Work("training of this run", "another run.dir and train.ckpt_dir")
+
+
 class LeaseError(TransientError):
-    """Another training holds the lease, out of this machine's sight: it may end, or its lease expire."""
+    """A process out of this machine's sight holds the lease: it may end, or its lease expire."""
 
 
 class Lease:
     """A lease that this process holds; see `hold`."""
 
-    def __init__(self, directory: str, options: StorageOptions | None) -> None:
-        self.directory, self.options = directory, options
+    def __init__(self, directory: str, options: StorageOptions | None, work: Work = TRAINING) -> None:
+        self.directory, self.options, self.work = directory, options, work
         self._since, self._expires = time.time(), 0.0
         self._number = 0
         self._lock = threading.Lock()
@@ -139,8 +150,8 @@ class Lease:
     def _refusal(self, holder: Holder) -> UserError:
         kind = UserError if holder.is_on_this_machine else LeaseError
         return kind(
-            f"{self.directory}: expected no other training of this run, found {holder}; wait for its end, "
-            "stop it, or use another run.dir and train.ckpt_dir"
+            f"{self.directory}: expected no other {self.work.name}, found {holder}; wait for its end, stop "
+            f"it, or use {self.work.elsewhere}; in a copy of its folder remove the copied lease_*.json"
         )
 
     def _newest(self) -> tuple[int, Holder | None]:
@@ -192,8 +203,10 @@ class Lease:
             if number > self._number and holder is not None:
                 raise self._refusal(holder)
             if number != self._number:  # whoever takes over removes it
-                text = "expected the lease of this run, found none: another training has taken over and ended"
-                raise LeaseError(f"{self.directory}: {text}, or it was removed; run the same command again")
+                text = f"another {self.work.name} has taken over and ended, or it was removed"
+                raise LeaseError(
+                    f"{self.directory}: expected its lease, found none: {text}; run the same command again"
+                )
             expires = time.time() + LEASE_S
             storage.write_bytes(self._url(self._number), self._text(), self.options)
             self._expires = expires
@@ -203,7 +216,7 @@ class Lease:
             try:
                 self._renew()
             except storage.StorageError as error:
-                log.warning("the lease on the checkpoints is not renewed, training goes on: %s", error)
+                log.warning("%s: the lease is not renewed, the work goes on: %s", self.directory, error)
             except UserError:
                 self._expires = 0.0  # so that `check` says it
                 return
@@ -211,12 +224,15 @@ class Lease:
 
 @contextmanager
 def hold(
-    directory: str, options: StorageOptions | None = None, is_stopped: Callable[[], bool] = lambda: False
+    directory: str,
+    options: StorageOptions | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+    work: Work = TRAINING,
 ) -> Iterator[Lease]:
-    """Hold the lease of a folder of checkpoints; raises UserError while another process holds it. Where
+    """Hold the lease of a folder, which is made; raises UserError while another process holds it. Where
     `is_stopped` ends the wait for it, the caller must end too: it holds nothing.
     """
-    lease = Lease(directory, options)
+    lease = Lease(directory, options, work)
     lease.take(is_stopped)
     try:
         yield lease

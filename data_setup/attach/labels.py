@@ -37,6 +37,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
+from utils.config.written import plain_yaml
 from utils.errors import UserError
 
 VOLUME, SURFACES = "label_volume", "label_surfaces"  # columns of the manifest
@@ -147,9 +148,10 @@ def read_classes(manifest_url: str, options: Any) -> dict[int, str]:
             "write lines such as `1: irf`"
         ) from error
     try:
-        content = yaml.safe_load(text)
+        content = plain_yaml(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{url}: expected lines such as `1: irf`, found no YAML") from error
+        why = " ".join(str(error).split())
+        raise UserError(f"{url}: expected lines such as `1: irf`, found no plain YAML ({why})") from error
     pairs = content.items() if isinstance(content, dict) else ()
     is_right = all(
         isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_CLASS

@@ -31,6 +31,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.geometry import check_plausible
 from data_setup.tables.text import D_ORDERS, SIDES
 from utils.config.schema import StorageOptions
+from utils.config.written import plain_yaml
 from utils.storage import StorageNotFoundError, join, read_bytes
 
 FOLDER_SIDECAR = "volume.yaml"
@@ -156,8 +157,8 @@ def parse_sidecar(data: bytes, url: str) -> Sidecar:
     """The keys of a YAML, of a file or of a row's cell; `url` is for the error, bad_sidecar."""
     if len(data) > MAX_SIDECAR_BYTES:
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"at most {MAX_SIDECAR_BYTES} bytes", len(data))
-    with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines"):
-        values = yaml.safe_load(data.decode("utf-8-sig"))
+    with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines, each key once, numbers decimal"):
+        values = plain_yaml(data.decode("utf-8-sig"))
     if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, "`key: value` lines", type(values).__name__)
     for key, value in values.items():

@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,18 @@ def _read_seal(url: str, options: StorageOptions | None) -> dict[str, Any]:
     if any(type(value) is not SEAL[name] for name, value in seal.items()):
         raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
     return seal
+
+
+@contextmanager
+def well_formed(url: str, what: str) -> Iterator[None]:
+    """Around the reading of a stranger's values; raises CheckpointError where they make no `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except DAMAGE as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{url}: expected {what}, found other values ({reason})") from error
 
 
 def _seal_of(url: str) -> str:

@@ -47,7 +47,15 @@ PARTS: dict[str, Any] = {
 }
 PARTS |= {"normalisation": str, "participants": (list, dict), "step": int}
 # what torch.load raises for a cut or changed file, depending on the byte where it ends
-DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, OSError, ValueError, struct.error)
+DAMAGE: tuple[type[Exception], ...] = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    OSError,
+    ValueError,
+    struct.error,
+)
 DAMAGE += (TypeError, AttributeError, AssertionError, OverflowError, MemoryError)
 UNFINISHED = re.compile(r"\.(step|best)_\w+\.(pt|json)\.")
 CLOSE_WAIT_S = 30.0  # between two signs of life of the process that writes the last checkpoint

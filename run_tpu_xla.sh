@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train on every worker of a TPU VM, or here in the foreground (docs/guides/launcher.md).
 #
-#   run_tpu_xla.sh CONFIG [section.key=value ...]                        here, in the foreground
+#   run_tpu_xla.sh CONFIG [section.key=value ...]                        here, in the foreground; on a worker of a
+#                                                                        TPU VM set up first, for status, logs, stop
 #   run_tpu_xla.sh --tpu NAME [options] [VERB] [CONFIG [overrides ...]]  on all workers of a TPU VM
 #
 # VERB   check    login, TPU, commit, disk, devices, environment, store and checkpoints; changes nothing
@@ -34,7 +35,7 @@ VERBS="check setup sync start status logs stop"
 tpu=${OCT_TPU:-} zone=${OCT_ZONE:-} project=${OCT_PROJECT:-} commit=${OCT_COMMIT:-} config=${OCT_CONFIG:-}
 folder=${OCT_DIR:-oct-foundation} num_workers=${OCT_WORKERS:-}
 way=${OCT_SSH:-} venv=${OCT_VENV:-.venv} python=${OCT_PYTHON:-3.11}
-verb='' overrides=() only='' follow='' lines=50 kill_after=no dry=''
+verb='' is_asked='' overrides=() only='' follow='' lines=50 kill_after=no dry=''
 scratch='' workers=() jobs=() codes=() failed=() line=() launch=''
 
 say() { printf '%s\n' "$*"; }
@@ -100,7 +101,7 @@ parse() {
 
 option() { # NAME VALUE
     case $1 in
-    --tpu) tpu=$2 ;;
+    --tpu) tpu=$2 is_asked=yes ;;
     --zone) zone=$2 ;;
     --project) project=$2 ;;
     --commit) commit=$2 ;;
@@ -115,7 +116,7 @@ option() { # NAME VALUE
 
 words() { # [VERB] [CONFIG] [overrides...]
     if [[ " $VERBS " == *" ${1:-start} "* ]]; then
-        verb=${1:-}
+        verb=${1:-} is_asked=${1:+yes}${is_asked}
         (($# == 0)) || shift
     elif [[ $1 != *.yaml && $1 != *.yml && $1 != *=* ]]; then
         usage_error "expected one of $VERBS, or a .yaml configuration, found $1"
@@ -168,9 +169,13 @@ training() { # sets `line` to the training command
     line=("$venv/bin/python" -m pretraining.train --config "$config" ${overrides[@]+"${overrides[@]}"})
     if [[ -n $tpu ]]; then
         line=(env PJRT_DEVICE=TPU "OCT_EXPECT_HOSTS=$num_workers" "${line[@]}")
-    elif compgen -G '/dev/accel*' >/dev/null; then
+    elif is_worker; then
         line=(env PJRT_DEVICE=TPU "${line[@]}")
     fi
+}
+
+is_worker() { # succeeds where this machine has a TPU
+    bash utils/tpu_worker.sh devices
 }
 
 gcloud_tpu() { # WORKER SUBCOMMAND ARGUMENTS...: sets `line` to the gcloud command
@@ -405,8 +410,19 @@ status_all() { # 4 where a worker's is 4, 5 where all are 5, else 3; 1 where one
 }
 
 foreground() {
-    [[ -x $venv/bin/python ]] || fail "expected $venv/bin/python, found none; make install makes it (OCT_VENV)"
+    local setup=(bash utils/tpu_worker.sh setup "$venv" "$python") options
     training
+    if ! is_worker; then
+        [[ -x $venv/bin/python ]] || fail "expected $venv/bin/python, found none; make install makes it (OCT_VENV)"
+    else
+        read -ra options <<<"${OCT_UV_OPTIONS---torch-backend=cpu}"
+        setup+=(${options[@]+"${options[@]}"})
+        line=(bash utils/tpu_worker.sh foreground "$(date +%Y%m%dT%H%M%S)-$$" "${line[@]}")
+        if [[ ! -x $venv/bin/python ]]; then
+            say "$(quoted "${setup[@]}")"
+            [[ -n $dry ]] || "${setup[@]}" || exit
+        fi
+    fi
     say "$(quoted "${line[@]}")"
     [[ -n $dry ]] || exec "${line[@]}"
 }
@@ -414,6 +430,7 @@ foreground() {
 main() {
     cd "$(dirname "${BASH_SOURCE[0]}")"
     parse "$@"
+    if [[ -n $tpu && -z $is_asked ]] && is_worker; then tpu=''; fi # OCT_TPU of a worker's own environment
     if [[ -z $tpu ]]; then
         foreground
         return

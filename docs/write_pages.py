@@ -32,6 +32,9 @@ python -m pretraining.train --config configs/smoke_test.yaml train.max_steps=20 
 * *required*: the file must hold it. *resume*: a run that goes on may have another value; any other change is
   refused.
 * Triples are in the order D, H, W: B-scan, axial, A-scan. `${...}` is the value of another key.
+* On the command line a key of text takes what is written (`run.dir="runs/x #2"`, `experiment_name=007`), and
+  null where it may be null. `~` in front of a path is the home folder, here and in files. Numbers are
+  decimal: 010 and 2:40 are errors.
 """
 TABLE = "| key | type | unit | default | resume | meaning |\n|---|---|---|---|---|---|\n"
 MEANINGS = {

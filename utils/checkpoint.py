@@ -12,10 +12,12 @@ import json
 import logging
 import pickle
 import re
+import struct
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,28 @@ from utils.storage import Chunks, StorageError
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step_(\d{8})\.json")
 STEP_FILE = re.compile(r"step_\d{8}\.pt")
+SEAL = {"sha256": str, "size": int, "permanent": bool, "step": int}  # older seals have no step
+# what the parts of a checkpoint, or of a head's file, are where they are there
+PARTS: dict[str, Any] = {
+    "model": dict,
+    "head": dict,
+    "task": dict,
+    "encoder": dict,
+    "arms": dict,
+    "config": str,
+}
+PARTS |= {"normalisation": str, "participants": (list, dict), "step": int}
+# what torch.load raises for a cut or changed file, depending on the byte where it ends
+DAMAGE: tuple[type[Exception], ...] = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    LookupError,
+    OSError,
+    ValueError,
+    struct.error,
+)
+DAMAGE += (TypeError, AttributeError, AssertionError, OverflowError, MemoryError)
 UNFINISHED = re.compile(r"\.(step|best)_\w+\.(pt|json)\.")
 CLOSE_WAIT_S = 30.0  # between two signs of life of the process that writes the last checkpoint
 PATIENCE_S = 5.0  # training waits so long for a checkpoint that waits for the one before it
@@ -44,7 +68,9 @@ class CheckpointError(UserError):
 
 
 class LastWriteError(CheckpointError, TransientError):
-    """The last checkpoint of a run could not be written: the next start goes on from the one before."""
+    """The last checkpoint of a run was not taken by its storage, which is away: the next start goes on from
+    the one before.
+    """
 
 
 def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
@@ -57,19 +83,28 @@ def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str
     seal = _read_seal(url, options)
     data = storage.read_bytes(url, options)
     checksum = hashlib.sha256(data).hexdigest()
-    if checksum != seal["sha256"]:
+    if checksum != seal["sha256"] or len(data) != seal["size"]:
         raise CheckpointError(
             f"{url}: expected {seal['size']} bytes with sha256 {seal['sha256'][:12]}, "
             f"found {len(data)} with {checksum[:12]}: the file is damaged"
         )
     try:
         state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise CheckpointError(f"{url}: expected tensors and plain values ({error})") from error
+    except DAMAGE as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{url}: expected tensors and plain values ({reason})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{url}: expected a dictionary of parts, found {type(state).__name__}")
     if state.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{url}: expected format_version {FORMAT_VERSION}, found {state.get('format_version')}"
         )
+    for name, kind in PARTS.items():
+        if name in state and not isinstance(state[name], kind):
+            wanted = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            raise CheckpointError(f"{url}: {name}: expected {wanted}, found {type(state[name]).__name__}")
+    if seal.get("step", state.get("step")) != state.get("step"):
+        raise CheckpointError(f"{url}: expected step {seal['step']} of its seal, found {state.get('step')}")
     return {**state, "checksum": checksum}
 
 
@@ -78,12 +113,27 @@ def _read_seal(url: str, options: StorageOptions | None) -> dict[str, Any]:
     if not storage.exists(seal_url, options):
         raise CheckpointError(f"{url}: expected its seal {seal_url}, found none (the write was cut short?)")
     try:
-        seal = json.loads(storage.read_text(seal_url, options))
-    except ValueError as error:
+        seal = json.loads(storage.read_bytes(seal_url, options))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{seal_url}: expected JSON, found damage ({error})") from error
-    if not isinstance(seal, dict) or not {"sha256", "size", "permanent"} <= set(seal):
-        raise CheckpointError(f"{seal_url}: expected sha256, size and permanent, found {seal}")
+    names = set(seal) if isinstance(seal, dict) else set()
+    if not {"sha256", "size", "permanent"} <= names <= set(SEAL):
+        raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
+    if any(type(value) is not SEAL[name] for name, value in seal.items()):
+        raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
     return seal
+
+
+@contextmanager
+def well_formed(url: str, what: str) -> Iterator[None]:
+    """Around the reading of a stranger's values; raises CheckpointError where they make no `what`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except DAMAGE as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{url}: expected {what}, found other values ({reason})") from error
 
 
 def _seal_of(url: str) -> str:
@@ -105,7 +155,7 @@ class CheckpointWriter:
     A checkpoint goes up once, and gets its other names there (storage.copy). While one is being written, one
     more waits: a newer one takes its place, after PATIENCE_S. Bests and kept steps give up no place. A failed
     write is a warning and does not stop training: the next save replaces a failed step, and writes a failed
-    best checkpoint again. `close` raises LastWriteError when the last save failed.
+    best checkpoint again. `close` raises CheckpointError when the last save failed.
 
     One copy of the state is in memory, the one that is being written. Those that wait are in files without a
     name below `waiting_dir`; without it, or where it has no room, in memory too.
@@ -130,7 +180,7 @@ class CheckpointWriter:
         self._is_working = False
         self._changed = threading.Condition()  # guards what follows
         self._waiting: dict[str, _Snapshot] = {}  # by name; a new one, and what could not be written
-        self._failure: str | None = None
+        self._failure: Exception | None = None
 
     def save(
         self, state: dict[str, Any], names: list[str], beside: Mapping[str, bytes] | None = None
@@ -177,11 +227,14 @@ class CheckpointWriter:
         return is_done
 
     def close(self) -> None:
-        """Finish; raises LastWriteError when the newest checkpoint could not be written."""
+        """Finish; raises CheckpointError when the newest checkpoint could not be written, LastWriteError
+        where that may pass by itself: a full disk does not.
+        """
         self.wait()
         self._pool.shutdown()
         if self._failure is not None:
-            raise LastWriteError(f"{self.directory}: the last checkpoint was not written: {self._failure}")
+            kind = LastWriteError if isinstance(self._failure, TransientError) else CheckpointError
+            raise kind(f"{self.directory}: the last checkpoint was not written: {self._failure}")
 
     def _work(self) -> None:
         """Write what waits until nothing new does."""
@@ -195,7 +248,7 @@ class CheckpointWriter:
                     self._write(batch)
                     self._failure = None
                 except (StorageError, OSError) as error:
-                    self._failure = str(error)
+                    self._failure = error
                     log.warning("checkpoint not written, training goes on: %s", error)
                 with self._changed:
                     has_new = bool(self._waiting)

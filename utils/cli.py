@@ -16,7 +16,7 @@ from pathlib import Path
 
 from utils.config.load import load_config
 from utils.config.schema import Config
-from utils.errors import ConfigError, TransientError, UserError
+from utils.errors import ConfigError, TransientError, UserError, shown
 from utils.help_pages import PeopleParser
 from utils.runtime.leave import leave
 
@@ -112,7 +112,7 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        print(f"error: {error}{hint(error)}", file=sys.stderr)
+        print(f"error: {shown(error)}{hint(error)}", file=sys.stderr)
         if error.leaves_at_once:
             leave(error.exit_code)
         sys.exit(error.exit_code)

@@ -14,6 +14,13 @@ EXIT_INTERRUPTED = 130  # a second Ctrl-C, as shells count it
 EXIT_STOPPED = 76  # training was told to stop before its end; neither shells nor Python use this code
 
 
+def shown(text: object) -> str:
+    """A path, or another text from outside, for a message: what cannot be printed, or ends a line or moves a
+    cursor, as its escape.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 class UserError(RuntimeError):
     """The user's mistake, in one line: what, where, what was expected, what was found."""
 

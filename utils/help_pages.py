@@ -7,9 +7,11 @@ options. Meanings and defaults of keys are those of docs/reference/configuration
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import textwrap
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 WIDTH = 100
 KEYS = "Keys that matter: "
@@ -18,9 +20,23 @@ KEYS = "Keys that matter: "
 class Parser(argparse.ArgumentParser):
     """argparse's own, whose errors end with where to go from them."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's own; `~` in front of a word, or of an option's value, is the home folder."""
+        return super().parse_known_args(
+            [_at_home(w) for w in (sys.argv[1:] if args is None else args)], namespace
+        )
+
     def error(self, message: str) -> NoReturn:
         """One line, and exit 2."""
         super().error(f"{message}; examples and all options: {self.prog} --help")
+
+
+def _at_home(word: str) -> str:
+    """The word as a shell gives it where it expands `~`, which it does not after `--out=`."""
+    option, equals, value = word.partition("=")
+    if word.startswith("--") and equals:
+        return f"{option}={os.path.expanduser(value)}"
+    return os.path.expanduser(word)
 
 
 class PeopleParser(Parser):

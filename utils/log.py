@@ -10,9 +10,9 @@ import contextlib
 import logging
 import logging.handlers
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from utils.errors import ConfigError, UserError
+from utils.errors import ConfigError, UserError, shown
 from utils.terminal import is_interactive
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def setup_logging(rank: int = 0) -> None:
 
     Processes after the first show only errors.
     """
+    logging.setLogRecordFactory(_Record)
     if rank > 0:
         form = f"%(asctime)s %(levelname)s rank {rank}: %(message)s"
         logging.basicConfig(level=logging.ERROR, format=form, handlers=[_Console()], force=True)
@@ -70,6 +71,15 @@ def setup_logging(rank: int = 0) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     # W&B's own telemetry: that a server refuses it is no news of a run, and W&B has had its warning
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+
+
+class _Record(logging.LogRecord):
+    """A message whose texts may be a stranger's file names: they forge no line."""
+
+    def getMessage(self) -> str:
+        args = self.args if isinstance(self.args, tuple) else ()
+        texts = [shown(arg) if isinstance(arg, str | PurePath | BaseException) else arg for arg in args]
+        return str(self.msg) % tuple(texts) if texts else super().getMessage()
 
 
 class _LogFile(logging.FileHandler):

@@ -4,6 +4,8 @@
 #   check    COMMIT VENV MIN_DISK_GB [CONFIG overrides...]          checks all that a start needs
 #   setup    VENV PYTHON UV_OPTIONS...                              makes the virtual environment
 #   start    LAUNCH GRACE_S COMMAND...                              starts a run; refused while one runs
+#   foreground LAUNCH COMMAND...                                    the same, shown here to its end; its exit code
+#   devices                                                         exit code 0 where this machine has a TPU
 #   status                                                          exit code 0 while the run goes on, else 3 to 5
 #   logs     LINES [follow]
 #   stop     WAIT_S KILL_AFTER [LAUNCH]                             sends SIGTERM to the run, and waits
@@ -75,11 +77,21 @@ wrong() { # prints one fault; the check goes on
     faults=$((faults + 1))
 }
 
-check_devices() {
-    local glob=${OCT_DEVICE_GLOB:-/dev/accel*} devices users as=()
+tpu_glob() { # prints the pattern of the TPU's devices
+    local glob=${OCT_DEVICE_GLOB:-/dev/accel*}
     if [[ -z ${OCT_DEVICE_GLOB:-} ]] && compgen -G '/dev/vfio/[0-9]*' >/dev/null; then
         compgen -G "$glob" >/dev/null || glob='/dev/vfio/[0-9]*' # the devices of newer TPUs
     fi
+    say "$glob"
+}
+
+devices() { # succeeds where this machine has a TPU
+    compgen -G "$(tpu_glob)" >/dev/null
+}
+
+check_devices() {
+    local glob devices users as=()
+    glob=$(tpu_glob)
     devices=$({ compgen -G "$glob" || true; } | wc -l)
     if ((devices == 0)); then
         wrong "devices: expected $glob, found none; this is no TPU VM, or its TPU is not attached"
@@ -217,22 +229,50 @@ supervise() { # LAUNCH COMMAND...: runs the command and writes its exit code
     say "$code" >"$STATE/exit_code"
 }
 
-start() {
-    local wanted=$1 grace=$2 deadline self
-    shift 2
-    self=$(realpath "${BASH_SOURCE[0]}")
+lock() { # one start at a time
     mkdir -p "$STATE"
     exec 9>"$STATE/lock"
     flock -n 9 || fail "another start is in progress here"
+}
+
+detach() { # LAUNCH COMMAND...: runs it apart from this terminal, where no other run is
+    local self commit
+    self=$(realpath "${BASH_SOURCE[0]}")
+    refuse_while_running
+    rm -f "$STATE/process" "$STATE/exit_code"
+    commit=$(git rev-parse --short=10 HEAD 2>/dev/null) || commit=unknown
+    printf '%q ' "${@:2}" >"$STATE/command"
+    say "== $(date '+%F %T') start at commit $commit: $(<"$STATE/command")" >>"$LOG"
+    setsid nohup bash "$self" supervise "$@" </dev/null >>"$LOG" 2>&1 9>&- &
+}
+
+foreground() { # LAUNCH COMMAND...: SIGTERM and Ctrl-C reach the run, the end of the terminal does not
+    local from interrupted=1
+    lock
+    from=$(($({ cat "$LOG" 2>/dev/null || true; } | wc -l) + 1))
+    detach "$@"
+    until read_process; do sleep 0.1; done
+    trap 'interrupted=1; kill -TERM "$run_pid" 2>/dev/null || true' TERM INT
+    exec 9>&-
+    (trap '' INT && exec tail -n "+$from" -F --pid="$run_pid" "$LOG" 2>/dev/null) &
+    while [[ -n $interrupted ]]; do
+        interrupted=''
+        wait $! || true
+    done
+    while running; do sleep 0.2; done # nobody may be there to read
+    wait_for_exit_code
+    exit "$(cat "$STATE/exit_code" 2>/dev/null || say 1)"
+}
+
+start() {
+    local wanted=$1 grace=$2 deadline
+    shift 2
+    lock
     if running && [[ $run_launch == "$wanted" ]]; then
         say "started, pid $run_pid" # gcloud repeats a command when its connection breaks
         return
     fi
-    refuse_while_running
-    rm -f "$STATE/process" "$STATE/exit_code"
-    printf '%q ' "$@" >"$STATE/command"
-    say "== $(date '+%F %T') start at commit $(git rev-parse --short=10 HEAD): $(<"$STATE/command")" >>"$LOG"
-    setsid nohup bash "$self" supervise "$wanted" "$@" </dev/null >>"$LOG" 2>&1 9>&- &
+    detach "$wanted" "$@"
     # Wait for what utils/runtime/open.py says of every host once its devices are open; `status` shows a later end.
     deadline=$((SECONDS + grace))
     until [[ -f $STATE/exit_code ]] ||
@@ -292,15 +332,19 @@ meaning() { # CODE: what the training's exit code says; docs/guides/launcher.md 
     esac
 }
 
+wait_for_exit_code() { # the command may have ended a moment ago, and `supervise` not have written how yet
+    local tries=0
+    while [[ -f $STATE/process && ! -f $STATE/exit_code ]] && ((tries++ < 30)); do sleep 0.1; done
+}
+
 status() {
-    local code='' left tries=0
+    local code='' left
     if running; then
         say "running, pid $run_pid, since $(date -r "$STATE/process" '+%F %T'), commit" \
             "$(git rev-parse --short=10 HEAD): $(last_words 0)"
         return
     fi
-    # the command may have ended a moment ago, and `supervise` not have written how yet
-    while [[ -f $STATE/process && ! -f $STATE/exit_code ]] && ((tries++ < 30)); do sleep 0.1; done
+    wait_for_exit_code
     if [[ ! -f $STATE/process ]]; then
         say "never started"
     elif [[ -f $STATE/exit_code ]]; then
@@ -335,6 +379,8 @@ main() { # bash parses a function whole before it runs: sync may replace this fi
     setup) setup "$@" ;;
     sync) sync "$@" ;;
     start) start "$@" ;;
+    foreground) foreground "$@" ;;
+    devices) devices ;;
     supervise) supervise "$@" ;;
     status) status ;;
     logs) logs "$@" ;;

@@ -32,12 +32,12 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import MAX_SURFACES
 from data_setup.readers.labels import label_stat, read_label_surfaces, read_label_volume
 from data_setup.readers.open_record import labelled_header
-from data_setup.readers.sidecar import AmbiguousYamlError, load_yaml
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
+from utils.config.written import plain_yaml
 from utils.errors import UserError
 
 VOLUME, SURFACES = "label_volume", "label_surfaces"  # columns of the manifest
@@ -148,11 +148,10 @@ def read_classes(manifest_url: str, options: Any) -> dict[int, str]:
             "write lines such as `1: irf`"
         ) from error
     try:
-        content = load_yaml(text)
-    except AmbiguousYamlError as error:
-        raise UserError("{}: expected {}, found {}".format(url, *error.args)) from error
+        content = plain_yaml(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{url}: expected lines such as `1: irf`, found no YAML") from error
+        why = " ".join(str(error).split())
+        raise UserError(f"{url}: expected lines such as `1: irf`, found no plain YAML ({why})") from error
     pairs = content.items() if isinstance(content, dict) else ()
     is_right = all(
         isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_CLASS

@@ -32,6 +32,7 @@ from data_setup.readers.geometry import check_plausible
 from data_setup.readers.pixels import MAX_RATIO, PLAUSIBLE_VOLUME_BYTES
 from data_setup.tables.text import D_ORDERS, SIDES
 from utils.config.schema import StorageOptions
+from utils.config.written import AmbiguousYamlError, plain_yaml
 from utils.storage import StorageNotFoundError, join, read_bytes
 
 FOLDER_SIDECAR = "volume.yaml"
@@ -153,45 +154,19 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
     return parse_sidecar(data, url)
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """YAML of which each key stands once, and a number is one for every reader: no 010 (8), no 1:30 (90)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise AmbiguousYamlError("each key once", f"{key if key in _RULES else 'a key'} twice")
-        return super().construct_mapping(node, deep)
-
-    def construct_plain_number(self, node: yaml.ScalarNode) -> Any:
-        if re.match(r"[-+]?0[\d_]|.*:", node.value):
-            raise AmbiguousYamlError("numbers in plain decimal figures", "an octal or sexagesimal one")
-        is_whole = node.tag.endswith("int")
-        return self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
-
-
-for _tag in ("int", "float"):
-    _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _PlainLoader.construct_plain_number)
-
-
-class AmbiguousYamlError(yaml.YAMLError):
-    """YAML that two readers may read as two things: (expected, found)."""
-
-
-def load_yaml(text: str) -> Any:
-    """The content of a YAML; raises yaml.YAMLError, AmbiguousYamlError for a key given twice."""
-    return yaml.load(text, _PlainLoader)  # a SafeLoader
-
-
 def parse_sidecar(data: bytes, url: str) -> Sidecar:
     """The keys of a YAML, of a file or of a row's cell; `url` is for the error, bad_sidecar."""
     if len(data) > MAX_SIDECAR_BYTES:
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, f"at most {MAX_SIDECAR_BYTES} bytes", len(data))
     try:
         with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines"):
-            values = load_yaml(data.decode("utf-8-sig"))
+            values = plain_yaml(data.decode("utf-8-sig"))
     except AmbiguousYamlError as error:
-        raise OCTReadError(url, RejectReason.BAD_SIDECAR, *error.args) from None
+        found = "an octal or sexagesimal number"
+        if error.key is not None:
+            found = f"{error.key if error.key in _RULES else 'a key'} twice"
+        expected = "each key once, and numbers in plain decimal figures"
+        raise OCTReadError(url, RejectReason.BAD_SIDECAR, expected, found) from None
     if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, "`key: value` lines", type(values).__name__)
     for key, value in values.items():

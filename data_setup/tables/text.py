@@ -29,6 +29,9 @@ D_ORDERS = {"superior_to_inferior": False, "inferior_to_superior": True, "unknow
 # Texts that the manifests of this family write where a file has no value; in a label they are a class.
 SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
 
+# What R, pandas and spreadsheets write for a missing value.
+NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null"}
+
 Row = dict[str, str]  # of a table, by column
 
 
@@ -75,8 +78,9 @@ def require_columns(columns: Sequence[str], required: Iterable[str], url: str) -
 
 
 def label_of(value: str | None) -> str | None:
-    """A class or a group: only an empty cell is missing."""
-    return (value or "").strip() or None
+    """A class or a group: an empty cell is missing, and so are NO_VALUE; `none` is a class."""
+    text = (value or "").strip()
+    return None if text.lower() in NO_VALUE else text
 
 
 def fact_of(value: str | None) -> str | None:

@@ -1,8 +1,8 @@
 """Labels of a task: any table with an id and a column, matched to volumes, eyes or people of the store.
 
 In: a configuration (task.*) and the store's index. Out: `Labels`. The table is TSV, CSV or Parquet at any
-URL; without task.labels_path it is participants.tsv of AI-READI, version 2 or 3. Only an empty cell is a
-missing value: the text `none` is a class. Sex and dates are refused as labels.
+URL; without task.labels_path it is participants.tsv of AI-READI, version 2 or 3. An empty cell and words such
+as NA are missing values: the text `none` is a class. Sex and dates are refused as labels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+import unicodedata
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -46,6 +47,7 @@ _ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
 _DATE_TEXT = re.compile(f"({'|'.join('[-./ ,]+'.join(order) for order in _ORDERS)})([T ,].*)?", re.IGNORECASE)
 _PLAIN_DATE = re.compile(rf"{_YEAR}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
 _WHOLE = re.compile(r"-?\d+\.0")
+_BETWEEN = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")  # two letters or digits
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
         )
     unit_of_id, known = _store_ids(index, task.unit), {*index["person_id"], *index["path"]}
     values: dict[str, Value] = {}
+    first_lines: dict[str, int] = {}  # class -> where it stands
     unmatched, num_missing = set(), 0
     for line, row in table.items():
         where = f"{url}: line {line}"
@@ -111,6 +114,9 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
             )
         if row_id not in unit_of_id:
             unmatched.add(row_id)
+        elif isinstance(value, str):
+            first_lines.setdefault(value, line)
+    refuse_spellings(f"{url}: {', '.join(columns)}", first_lines)
     matched = {unit: value for unit, value in values.items() if unit not in unmatched}
     _tell(url, id_column, matched, sorted(unmatched), num_missing, list(unit_of_id))
     classes, target = _numbered(task, matched)
@@ -146,6 +152,21 @@ def refuse_dates(url: str, column: str, cells: Iterable[str]) -> None:
         raise UserError(f"{url}: column {column}: expected a label, found {dates[0]!r}: {NO_DATE}")
 
 
+def refuse_spellings(where: str, first_lines: Mapping[str, int]) -> None:
+    """Raise UserError for two classes that differ in case, blanks, hyphens or the way of writing a number."""
+    spellings: dict[str, str] = {}
+    for text, line in first_lines.items():
+        folded = _BETWEEN.sub(" ", unicodedata.normalize("NFKC", text).casefold())
+        number = _number(folded)
+        other = spellings.setdefault(folded if number is None else f"{number:g}", text)
+        if other != text:
+            raise UserError(
+                f"{where}: expected one spelling of a class, found {other!r} in line {first_lines[other]} "
+                f"and {text!r} in line {line}; write it one way where they are one class, else in words that "
+                "differ in more"
+            )
+
+
 def _store_ids(index: pd.DataFrame, unit: str) -> dict[str, str]:
     """Every id that a table may name a unit by -> the unit."""
     units = units_of(index, unit)
@@ -172,7 +193,8 @@ def _row_id(cell: str, side: str, unit: str, where: str, known: Collection[str])
 
 def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
     """What the cells of a row say: a class, or numbers; None where one is empty."""
-    texts = [text for text in map(label_of, cells) if text is not None]
+    known = task.names or ()
+    texts = [text for cell in cells if (text := cell if cell in known else label_of(cell)) is not None]
     if len(texts) < len(cells):
         return None
     if task.kind == "regression":
@@ -181,11 +203,10 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
             raise UserError(f"{where}: {task.label_column}: expected a number, found {texts[0]!r}")
         return (number,)
     if task.kind == "multilabel":
-        for column, text in zip(task.names or (), texts, strict=True):
+        for column, text in zip(known, texts, strict=True):
             if _number(text) not in (0.0, 1.0):
                 raise UserError(f"{where}: {column}: expected 0 or 1, found {text!r}")
         return tuple(float(text) for text in texts)
-    known = task.names or ()
     # an integer column with a gap is written as 1.0
     text = texts[0] if texts[0] in known or not _WHOLE.fullmatch(texts[0]) else texts[0].removesuffix(".0")
     if task.kind == "ordinal" and text not in known:

@@ -27,6 +27,7 @@ from utils.config.load import (
     to_yaml,
 )
 from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with
+from utils.config.written import read_file, read_words
 from utils.errors import ConfigError, UserError
 from utils.storage.errors import split_scheme
 
@@ -49,7 +50,7 @@ class Source:
 
 def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
     """Read a task's file, its overrides and its checkpoint; raises UserError naming what is missing."""
-    written = _written(path, overrides)
+    written = OmegaConf.merge(read_file(path), read_words(overrides))
     wanted = OmegaConf.select(written, "model.checkpoint")
     if wanted is None:
         raise ConfigError(
@@ -91,20 +92,9 @@ def is_task_file(path: str | Path) -> bool:
     file that cannot be read: load_config says what is wrong.
     """
     try:
-        loaded = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return "method" not in read_file(path)
+    except ConfigError:
         return False
-    return OmegaConf.is_dict(loaded) and "method" not in loaded
-
-
-def _written(path: str | Path, overrides: Sequence[str]) -> Any:
-    """The file and the overrides, unchecked: load_config checks them, and says what is wrong."""
-    if not Path(path).is_file():
-        raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
-    try:
-        return OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: expected YAML, found: {error}") from error
 
 
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
@@ -135,9 +125,7 @@ def require_pretraining(state: dict[str, Any], url: str) -> None:
 
 def encoder_place(overrides: Sequence[str]) -> str | None:
     """Where the command line says that a head's encoder lies now; opening the head compares checksums."""
-    prefix = "model.checkpoint="
-    places = [word.removeprefix(prefix) for word in overrides if word.startswith(prefix)]
-    return places[-1] if places else None
+    return OmegaConf.select(read_words(overrides), "model.checkpoint", default=None)
 
 
 def require_known_place(place: str, url: str, key: str, overrides: Sequence[str] = ()) -> None:

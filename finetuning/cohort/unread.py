@@ -16,6 +16,7 @@ from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
 from utils.config.schema import DENSE_KINDS, Config, leaves
+from utils.config.written import read_file, read_words
 from utils.errors import ConfigError
 
 PLAIN = "features are of plain volumes"
@@ -79,8 +80,8 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
     unread = dict(UNREAD[way])
     if cfg.task.kind in DENSE_KINDS and encoder == "frozen":
         unread |= FROZEN_DENSE
-    file = OmegaConf.to_container(OmegaConf.load(path))
-    words = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)))
+    file = OmegaConf.to_container(read_file(path))
+    words = OmegaConf.to_container(read_words(overrides))
     for name, part, value in leaves(cfg):
         instead = next((text for key, text in unread.items() if _covers(key, name)), None)
         if instead is None:

@@ -22,9 +22,9 @@ from finetuning.cohort.source import Source
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.layers.decoder import build_decoder
 from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
-from finetuning.heads.head_file import checkpoint_of, common_state, head_url, trained_encoder
+from finetuning.heads.head_file import checkpoint_of, common_state, head_url, require_size, trained_encoder
 from models.vit3d import VisionTransformer3D
-from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.checkpoint import CheckpointError, load_checkpoint, well_formed
 from utils.config.load import config_of_yaml
 from utils.config.schema import Config, StorageOptions
 
@@ -116,14 +116,16 @@ def open_dense_head(
     if lost := sorted({*KEYS, *keys, names_key} - set(state)):
         expected = f"the file of a head with {names_key}"
         raise CheckpointError(f"{url}: expected {expected}, found no {', '.join(lost[:3])}")
-    cfg = config_of_yaml(state["config"], url)
-    names, arms = tuple(str(name) for name in state[names_key]), []
-    encoders = _encoders(cfg, state, url, options, encoder_url)
-    for name, weights in state["arms"].items():
-        decoder = new_decoder(cfg, encoders[name].feature_width, per_name * len(names) + background)
-        load_strictly(decoder, weights, f"{url}: decoder of {name}")
-        arms.append(Arm(name, encoders[name], decoder.eval().requires_grad_(False)))
-    return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
+    with well_formed(url, f"the file of a head with {names_key}"):
+        cfg = config_of_yaml(state["config"], url)
+        require_size({"hidden": cfg.head.hidden}, url, 1)
+        names, arms = tuple(str(name) for name in state[names_key]), []
+        encoders = _encoders(cfg, state, url, options, encoder_url)
+        for name, weights in state["arms"].items():
+            decoder = new_decoder(cfg, encoders[name].feature_width, per_name * len(names) + background)
+            load_strictly(decoder, weights, f"{url}: decoder of {name}")
+            arms.append(Arm(name, encoders[name], decoder.eval().requires_grad_(False)))
+        return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
 
 
 def _encoders(

@@ -37,7 +37,7 @@ from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
 from models.weights.shape import num_prefix_of, with_features
 from utils import storage
-from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
+from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint, well_formed
 from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import Config, StorageOptions
 from utils.errors import UserError
@@ -47,6 +47,7 @@ NAME = "head"
 KEYS = {"head", "head_kind", "hidden", "dropout", "num_outputs", "task", "encoder", "encoder_weights"}
 KEYS |= {"normalisation", "geometry", "config", "standardise", "participants", "pretraining_participants"}
 KEYS |= {"validation"}
+WIDEST = 2**16  # hidden units of any head
 
 
 class Standardise:
@@ -158,6 +159,19 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
         )
     if lost := sorted(KEYS - set(state)):
         raise CheckpointError(f"{url}: expected the file of a head, found no {', '.join(lost[:3])}")
+    with well_formed(url, "the file of a head"):
+        require_size(state, url, len(state["task"]["names"]))
+        return _built(state, url, options, encoder_url)
+
+
+def require_size(state: dict[str, Any], url: str, most: int) -> None:
+    """Raise CheckpointError for sizes that a head of so many outputs has not, before memory is asked for."""
+    for name, highest in (("num_outputs", max(1, most)), ("hidden", WIDEST)):
+        if name in state and not 1 <= state[name] <= highest:
+            raise CheckpointError(f"{url}: {name}: expected 1 to {highest}, found {state[name]}")
+
+
+def _built(state: dict[str, Any], url: str, options: StorageOptions | None, encoder_url: str | None) -> Head:
     cfg = config_of_yaml(state["config"], url)
     if state["encoder_weights"] is None:
         encoder = pretrained_encoder(cfg, *checkpoint_of(state, url, options, encoder_url))

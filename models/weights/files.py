@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import re
-import struct
 import zipfile
 from typing import Any
 
@@ -42,7 +40,7 @@ from models.weights.shape import (
 from models.weights.vjepa21 import GRID as GRID_21
 from models.weights.vjepa21 import encoder_of, is_vjepa21, predictor_left_out
 from utils import storage
-from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.checkpoint import DAMAGE, CheckpointError, load_checkpoint
 from utils.config.load import config_of_yaml
 from utils.config.recipes import recipe_name
 from utils.config.schema import StorageOptions
@@ -50,8 +48,6 @@ from utils.config.schema import StorageOptions
 PUBLIC_GRID = (8, 16, 16)  # of the public weights' pre-training: 16 frames of 256 x 256, patch 2 x 16 x 16
 ROLE_OF = {"encoder": "encoder", "predictor": "predictor"}
 ROLE_OF |= dict.fromkeys(("target_encoder", "ema_encoder"), "target_encoder")
-# what torch.load raises for a cut or changed file, depending on the byte where it ends
-DAMAGE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, OSError, ValueError, struct.error)
 # keys of the research code that are not used; their values may be of any kind
 TRAINING_STATE = ("opt", "scaler", "epoch", "loss", "batch_size", "world_size", "lr")
 LEGACY = dict.fromkeys(("pos_embed", "predictor_pos_embed"), "legacy position table, the model is rotary")

@@ -484,7 +484,10 @@ def test_the_store_refuses_a_mix(tree: Path, tmp_path: Path) -> None:
         attributes.write_text(content)
 
 
-@pytest.mark.parametrize("text", ["", "0: none\n", "1: a\n2: a\n", "a: 1\n", "1: [b]\n", "256: a\n", "[1"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0: none\n", "1: a\n2: a\n", "a: 1\n", "1: [b]\n", "256: a\n", "[1", "010: a\n", "1: a\n1: b\n"],
+)
 def test_classes_need_a_name_each(small: Path, config: Config, text: str) -> None:
     classes = small / "label_classes.yaml"
     content = classes.read_text()

@@ -191,7 +191,7 @@ def test_values_are_numbers(tmp_path: Path) -> None:
     numbers = "task.kind=regression"
     labels = labels_of(tmp_path, "person_id,grade\n1001,-1.5e2\n4001,\n7001, 7 \n", numbers)
     assert labels == Labels(("grade",), {"1001": (-150.0,), "7001": (7.0,)}, ())
-    for text in ("high", "1_000", "nan", "inf", '"1,5"', "none"):
+    for text in ("high", "1_000", "inf", '"1,5"', "none"):
         problem = problem_of(tmp_path, f"person_id,grade\n1001,1\n4001,{text}\n", numbers)
         expected = text.strip('"')
         assert problem == f"own.csv: line 3: 4001: grade: expected a number, found {expected!r}"
@@ -250,6 +250,43 @@ def test_two_rows_that_differ_are_an_error(tmp_path: Path) -> None:
     assert labels_of(tmp_path, "person_id,grade\n1001,a\n4001,b\n1001,a\n").target["1001"] == (0.0,)
     problem = problem_of(tmp_path, "person_id,grade\n1001,a\n4001,b\n1001,b\n")
     assert problem == "own.csv: line 4: grade of 1001: expected one label, found 'a' and 'b'"
+
+
+@pytest.mark.parametrize(
+    "word", ["nan", "NaN", "NA", "N/A", "#N/A", "n/a", "NULL", "null", "<NA>", "NaT", " "]
+)
+def test_words_for_no_value_are_missing_and_none_is_a_class(
+    tmp_path: Path, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    text = f"person_id,grade\n1001,none\n4001,mild\n7001,{word}\n"
+    assert labels_of(tmp_path, text) == Labels(("mild", "none"), {"1001": (1.0,), "4001": (0.0,)}, ())
+    assert "own.csv: 1 rows without an id or a label are left out" in caplog.text
+    numbers = labels_of(tmp_path, text.replace("none", "1").replace("mild", "2"), "task.kind=regression")
+    assert numbers.target == {"1001": (1.0,), "4001": (2.0,)}
+    if word.strip():  # a class that somebody names is one
+        named = labels_of(tmp_path, text, "task.kind=ordinal", f"task.names=[none,mild,'{word}']")
+        assert named.target["7001"] == (2.0,)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        *(("Mild", "mild"), ("mild", "MILD"), ("very mild", "very  mild"), ("very_mild", "very-mild")),
+        *(("01", "1"), ("1.50", "1.5"), ("\uff11", "1"), ("straße", "STRASSE"), ("e\u0301", "\xe9")),
+    ],
+)
+def test_a_class_in_two_spellings_is_a_question(tmp_path: Path, one: str, other: str) -> None:
+    problem = problem_of(tmp_path, f"person_id,grade\n1001,{one}\n4001,{other}\n7001,severe\n")
+    assert problem == (
+        f"own.csv: grade: expected one spelling of a class, found {one!r} in line 2 and {other!r} in line 3; "
+        "write it one way where they are one class, else in words that differ in more"
+    )
+
+
+def test_classes_that_differ_are_no_question(tmp_path: Path) -> None:
+    text = "person_id,grade\n1001,-1\n4001,1\n7001,1a\n"
+    assert labels_of(tmp_path, text).names == ("-1", "1", "1a")
 
 
 def test_unmatched_ids_are_counted_and_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -464,6 +464,22 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
         train(pipeline_config(folder, f"run.dir={tmp_path / 'latents'}", *latents))
 
 
+def test_a_run_directory_that_was_copied_goes_on(folder: Path, tmp_path: Path, finished: Path) -> None:
+    """Its places are its own; data that moved is said to need a link."""
+    run = shutil.copytree(finished, tmp_path / "copied")
+    step = f"run.dir={run}", "train.max_steps=9"
+    elsewhere = pytest.raises(
+        UserError, match=r"data\.store: expected .* a link from the old path to the new"
+    )
+    with elsewhere:
+        train(pipeline_config(folder, *step, f"data.store={tmp_path}/store"))
+    assert train(pipeline_config(folder, *step)) == 0
+    assert list_steps(str(run / "checkpoints"))[-1] == 9
+    assert metrics(run)[: len(metrics(finished))] == metrics(finished)
+    assert "resuming from step 8" in (run / "log.txt").read_text()
+    assert list_steps(str(finished / "checkpoints"))[-1] == 8
+
+
 def test_a_changed_key_is_refused_by_name(folder: Path, finished: Path) -> None:
     cfg = pipeline_config(folder, f"run.dir={finished}", "optim.base_lr=1e-3")
     with pytest.raises(UserError, match=r"optim\.base_lr: expected 0\.0005 as the run began, found 0\.001"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -29,6 +31,7 @@ from utils.checkpoint import (
 )
 from utils.config.schema import StorageOptions
 from utils.runtime.processes import Group
+from utils.storage.errors import storage_error
 
 
 def write(directory: Path, steps: list[int], keep: int = 2) -> CheckpointWriter:
@@ -104,6 +107,119 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(
     (tmp_path / "step_00000001.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="2 damaged"):
         load_newest(str(tmp_path))
+
+
+def test_a_flipped_bit_anywhere_in_a_seal_falls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path, [step])
+    path = tmp_path / "step_00000002.json"
+    seal = path.read_bytes()
+    for bit in range(8 * len(seal)):
+        flipped = bytearray(seal)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match="step_00000002"):
+            load_checkpoint(str(tmp_path / "step_00000002.pt"))
+        if bit % 8 == 7:  # bytes that are no UTF-8
+            newest = load_newest(str(tmp_path))
+            assert newest is not None, bit
+            assert newest["step"] == 1, (bit, bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    "seal",
+    [
+        *("null", "[]", "1", '"a"', "NaN", "{", '{"a":' * 100_000, "9" * 5000, "\ufeff{}"),
+        *({"sha256": value} for value in (None, 1, ["a"], "é")),
+        *({"size": value} for value in (None, "9", 1.5, True, -1, 10**30)),
+        *({"permanent": value} for value in (None, "false", 0)),
+        *({"step": value} for value in (None, "2", 1, 3.0)),
+        {"another": 1},
+    ],
+    ids=lambda seal: str(seal)[:20],
+)
+def test_a_seal_of_other_values_is_damage(tmp_path: Path, seal: str | dict[str, Any]) -> None:
+    for step in (1, 2):
+        write(tmp_path, [step])
+    path = tmp_path / "step_00000002.json"
+    text = seal if isinstance(seal, str) else json.dumps({**json.loads(path.read_text()), **seal})
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match="step_00000002") as error:
+        load_checkpoint(str(tmp_path / "step_00000002.pt"))
+    assert "\n" not in str(error.value)
+    newest = load_newest(str(tmp_path))
+    assert newest is not None
+    assert newest["step"] == 1
+
+
+def sealed(path: Path, data: bytes) -> str:
+    """A checkpoint file of any bytes with the right seal."""
+    path.write_bytes(data)
+    seal = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "step": 1, "permanent": False}
+    path.with_suffix(".json").write_text(json.dumps(seal))
+    return str(path)
+
+
+def saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *([1], torch.zeros(2), None, "x", 5),
+        *({"step": 1, "format_version": 1, name: value} for name, value in
+          (("config", None), ("model", [1]), ("participants", 3), ("task", "x"), ("encoder", None))),
+    ],
+    ids=lambda state: str(state)[:50],
+)  # fmt: skip
+def test_a_sealed_file_of_other_content_is_one_line(tmp_path: Path, state: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"odd\.pt: .*expected") as error:
+        load_checkpoint(sealed(tmp_path / "odd.pt", saved(state)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_sealed_zip_with_damage_is_one_line(tmp_path: Path) -> None:
+    """Whatever torch raises for it; where the damage is in padding alone, the content is right."""
+    whole = saved({"step": 1, "format_version": 1, "w": torch.arange(5)})
+    for place in range(0, len(whole), 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 0xA5
+        with contextlib.suppress(CheckpointError):
+            assert load_checkpoint(sealed(tmp_path / "odd.pt", bytes(damaged)))["step"] == 1, place
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (OSError(errno.ENOSPC, "full"), 2),
+        (OSError(errno.EDQUOT, "full"), 2),
+        (OSError(errno.EROFS, "read-only"), 2),
+        (OSError(errno.EIO, "broken"), 2),
+        (PermissionError(errno.EACCES, "not mine"), 2),
+        (ConnectionError("away"), 75),
+        (TimeoutError("away"), 75),
+    ],
+    ids=str,
+)
+def test_what_a_person_must_mend_is_not_tried_again(
+    tmp_path: Path, fault: OSError, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that stays full would make the rule of docs/guides/unattended.md train for ever."""
+
+    def write(url: str, *_: Any) -> None:
+        raise storage_error(url, fault)
+
+    writer = CheckpointWriter(str(tmp_path), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_bytes", write)
+        writer.save({"step": 1}, ["step_00000001"])
+        writer.wait()
+    with pytest.raises(CheckpointError, match="the last checkpoint was not written") as error:
+        writer.close()
+    assert error.value.exit_code == code
 
 
 def test_a_damaged_old_seal_does_not_stop_later_writes(tmp_path: Path) -> None:

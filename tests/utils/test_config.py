@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from utils.cli import parse_cli
 from utils.config.load import (
     GONE_KEYS,
     accumulation_steps,
+    changed_config,
     changed_keys,
     config_of_yaml,
+    flatten,
     load_config,
     to_yaml,
 )
@@ -123,7 +126,7 @@ def test_a_control_needs_what_it_controls() -> None:
         ("optims.base_lr=1", ["optims", "optim'"]),
         ("optim.base_lr=fast", ["optim.base_lr", "fast", "Float"]),
         ("train.epochs=1.5", ["train.epochs", "1.5", "Integer"]),
-        ("model.size=xl", ["model.size", "xl", "'ti'"]),
+        ("model.size=xl", ["model.size", "one of ti, s, b, l, h", "xl"]),
         ("spatial.image_size=[16,96]", ["spatial.image_size", "expected 3 values", "[16, 96]"]),
         ("spatial.image_size=[16,96,60]", ["spatial.image_size", "[4, 8, 8]", "[16, 96, 60]"]),
         ("train.ckpt_dir=None", ["train.ckpt_dir=null"]),
@@ -159,7 +162,7 @@ def test_a_control_needs_what_it_controls() -> None:
         ("optim.betas=[0.9,1]", ["optim.betas", "[0, 1)"]),
         ("data.device_filter=[None]", ["data.device_filter", "'None'", "null"]),
         ("train.ckpt_dir=", ["train.ckpt_dir=null"]),
-        ("train.ckpt_dir=''", ["train.ckpt_dir", "found ''", "write null"]),
+        ("train.ckpt_dir=''", ["train.ckpt_dir", "found ''", "ckpt_dir=null"]),
         ("method.mask_blocks=[{scale: 1, aspect: [1]}]", ["method.mask_blocks[0].aspect", "2 values", "[1]"]),
         ("method.mask_blocks=[0.5]", ["method.mask_blocks[0]", "a section of keys", "0.5"]),
         ("method.mask_blocks=0.5", ["method.mask_blocks", "a list", "0.5"]),
@@ -169,7 +172,28 @@ def test_a_control_needs_what_it_controls() -> None:
         ("data=${data}", ["data: ", "Recursive"]),
         ("run.dir=${train.ckpt_dir}", ["run.dir: ", "Recursive"]),
         ("data.device_filter=['${nowhere}']", ["data.device_filter[0]: ", "'nowhere' not found"]),
-        ("wandb.mode=off", ["wandb.mode", "write disabled", "YAML reads off as false"]),
+        ("wandb.mode=off", ["wandb.mode", "expected one of online, offline, disabled, found off"]),
+        ("train.max_steps=0160", ["train.max_steps", "expected a decimal number, found 0160"]),
+        ("train.max_steps=08", ["train.max_steps", "decimal", "found 08"]),
+        ("train.max_steps='010'", ["train.max_steps", "decimal", "found 010"]),
+        ("train.max_steps=2:40", ["train.max_steps", "decimal", "found 2:40"]),
+        ("optim.base_lr=-1:30.5", ["optim.base_lr", "decimal", "found -1:30.5"]),
+        ("seed=0x1F", ["seed", "decimal", "found 0x1F"]),
+        ("train.use_bf16=010", ["train.use_bf16", "decimal", "found 010"]),
+        ("spatial.image_size=[016,96,64]", ["spatial.image_size[0]", "decimal", "found 016"]),
+        ("method.mask_blocks=[{scale: 0:1}]", ["method.mask_blocks[0].scale", "decimal", "found 0:1"]),
+        ("seed=3 #4", ["seed=3 #4", "a value alone, found '#4'"]),
+        ("data.device_filter=[a] #2", ["device_filter", "a value alone, found '#2'"]),
+        ("seed=#4", ["seed=#4", "a value alone"]),
+        ("seed=99999999999999999999", ["seed", "a whole number below 2**63"]),
+        ("train.max_steps=-99999999999999999999", ["train.max_steps", "a whole number"]),
+        (f"seed={'9' * 6000}", ["override 'seed=999", "Exceeds the limit"]),
+        (f"seed={'[' * 3000}", ["override 'seed=[[", "recursion"]),
+        ("experiment_name=../../x", ["experiment_name", "a name, which stays below runs/", "../../x"]),
+        ("experiment_name=a/../../x", ["experiment_name", "a name, which stays below runs/"]),
+        ("experiment_name=/x", ["experiment_name", "a name, which stays below runs/"]),
+        ("experiment_name=..", ["experiment_name", "a name, which stays below runs/"]),
+        ("experiment_name=~/x", ["experiment_name", "a name, which stays below runs/"]),
         ("data.cache_dir=${oc.env:PLANTED}", ["data.cache_dir: ", "found ${oc.env:PLANTED}", "command line"]),
         ("seed=${oc.env:PLANTED,1}", ["seed: ", "found ${oc.env:PLANTED,1}"]),
         ("spatial.image_size=['${oc.env:PLANTED}',1,1]", ["spatial.image_size[0]: ", "${oc.env:PLANTED}"]),
@@ -213,7 +237,20 @@ def test_a_missing_key_is_named_rather_than_one_that_refers_to_it(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"- a\n- b\n", "top level: expected a section of keys"), (b"seed: \xff\n", "UTF-8 text, found 0xff")],
+    [
+        (b"- a\n- b\n", "top level: expected a section of keys"),
+        (b"seed: \xff\n", "UTF-8 text, found 0xff"),
+        (b"5\n", "top level: expected a section of keys, found '5"),
+        (b"9" * 6000, "top level: expected a section of keys, found '999"),
+        (b"abc\n", "top level: expected a section of keys, found 'abc"),
+        (b"seed: " + b"9" * 6000, "Exceeds the limit"),
+        (b"seed: " + b"[" * 3000, "recursion"),
+        (b"seed: 1\nseed: 2\n", r"seed.*line 2"),
+        (b"train:\n  max_steps: 0160\n", r"train\.max_steps: expected a decimal number, found 0160"),
+        (b"train: {max_steps: 2:40}\n", r"train\.max_steps: expected a decimal number, found 2:40"),
+        (b"x: &x {max_steps: 010}\ntrain:\n  <<: *x\n", r"max_steps: expected a decimal number, found 010"),
+        (b"seed: !!python/name:os.system\n", "could not determine a constructor"),
+    ],
 )
 def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "other.yaml"
@@ -236,6 +273,63 @@ def test_null_switches_checkpoints_off(tmp_path: Path) -> None:
 def test_1e4_is_a_float_in_file_and_override(tmp_path: Path) -> None:
     assert load_config(edited(tmp_path, "  base_lr: .*", "  base_lr: 1e-4\n")).optim.base_lr == 1e-4
     assert load_config(SMOKE, ["optim.base_lr=3e-4"]).optim.base_lr == 3e-4
+
+
+TEXTS = (
+    *("x #2", "007", "1e3", "1E234", "1_000", "on", "12:30:00", "2026-01-02", "0x1F", "True", "nan", "NULL"),
+    *(
+        "a: b",
+        "@x",
+        "%x",
+        "- a",
+        "!x",
+        "&x",
+        "*x",
+        "[a",
+        "{a",
+        "|",
+        "`x",
+        "?",
+        "=",
+        "'x'",
+        " x ",
+        "a\tb",
+        "é",
+    ),
+)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_override_of_a_text_is_that_text(text: str, tmp_path: Path) -> None:
+    keys = "experiment_name", "data.store", "data.cache_dir", "task.label_column", "model.checkpoint"
+    cfg = load_config(SMOKE, [f"{key}={text}" for key in keys])
+    values = dict(flatten(cfg))
+    assert {values[key] for key in keys} == {text}
+    assert cfg.run.dir == f"runs/{text}"
+    path = tmp_path / "again.yaml"
+    path.write_text(to_yaml(cfg))
+    assert load_config(path) == config_of_yaml(to_yaml(cfg), "a.pt") == changed_config(cfg, [], "") == cfg
+
+
+@pytest.mark.parametrize(
+    "text", ["007", "1e3", "1E234", "1_000", "on", "12:30:00", "2026-01-02", "0x1F", "no"]
+)
+def test_a_text_of_a_file_or_a_list_is_that_text(text: str, tmp_path: Path) -> None:
+    path = edited(tmp_path, "experiment_name: .*", f"experiment_name: {text}\n")
+    cfg = load_config(path, [f"data.device_filter=[{text}, ' a #b']"])
+    assert (cfg.experiment_name, cfg.data.device_filter) == (text, [text, " a #b"])
+    path.write_text(path.read_text().replace("data:\n", f"data:\n  region_filter: [{text}]\n"))
+    assert load_config(path).data.region_filter == [text]
+
+
+@pytest.mark.parametrize("home", ["~/x", "~root/x"])
+def test_the_home_folder_has_one_meaning(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    there = os.path.expanduser(home)
+    assert load_config(SMOKE, [f"run.dir={home}"]).train.ckpt_dir == f"{there}/checkpoints"
+    path = edited(tmp_path, "  store: .*", f"  store: {home}\n  cache_dir: ~\n")
+    cfg, _ = parse_cli("test", "", ["--config", str(path), f"--checkpoint={home}"])
+    assert (cfg.data.store, cfg.data.cache_dir, cfg.model.checkpoint) == (there, None, there)
 
 
 def test_interpolation_follows_overrides() -> None:
@@ -481,6 +575,7 @@ def test_marks_stand_beside_the_keys() -> None:
         *("model.size", "model.rope", "method.recipe"),
     ]
     assert keys_with("is_place") == ["train.ckpt_dir", "run.dir"]
+    assert "data.store" in keys_with("per_machine")
     assert len(keys_with("may_change")) == 26
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tests.support.process_factory import environment
 from utils.checkpoint import CheckpointError, LastWriteError
 from utils.cli import run_cli
 from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError, TransientError, UserError
+from utils.log import log_to_file, setup_logging
 from utils.runtime.processes import LostPeer
 from utils.storage import StorageAwayError, StorageError, StorageNotFoundError, clients
 
@@ -39,6 +41,36 @@ def test_the_codes_are_distinct_and_nobody_elses() -> None:
     codes = [0, EXIT_USER_ERROR, EXIT_TRY_AGAIN, EXIT_STOPPED]
     assert codes == [0, 2, 75, 76]  # the launcher and the documented rule go by these numbers
     assert not {EXIT_TRY_AGAIN, EXIT_STOPPED} & (SHELL | {1, 120})  # 1, 120: Python's own
+
+
+STRANGE = "esc\x1b]0;title\x07 line\nforged\rover \u202e\udcff\x9b é.dcm"
+ITS_ESCAPES = r"esc\x1b]0;title\x07 line\nforged\rover \u202e\udcff\x9b é.dcm"
+
+
+def test_a_strangers_file_name_forges_no_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the error of a command, and in what is logged, on the console and in log.txt."""
+
+    def fail() -> None:
+        raise UserError(f"{STRANGE}: expected a scan")
+
+    assert exit_code(fail) == 2
+    assert capsys.readouterr().err == f"error: {ITS_ESCAPES}: expected a scan\n"
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.INFO)
+    factory = logging.getLogRecordFactory()
+    try:
+        setup_logging()
+        log_to_file(tmp_path / "log.txt")
+        for arg in (STRANGE, Path(STRANGE), OSError(STRANGE)):
+            logging.getLogger("test").warning("%s: %d of it", arg, 3)
+    finally:
+        logging.setLogRecordFactory(factory)
+        for handler in logging.root.handlers:
+            handler.close()
+    for text in (capsys.readouterr().err, (tmp_path / "log.txt").read_text()):
+        assert text.count(f"{ITS_ESCAPES}: 3 of it\n") == text.count("\n") == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pretraining.trial import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment, free_port
-from utils.config.load import accumulation_steps
+from utils.config.load import accumulation_steps, flatten
 from utils.errors import UserError
 from utils.run.folder import require_one_configuration, shared_settings
 from utils.runtime.open import open_runtime
@@ -233,5 +233,14 @@ def test_processes_with_other_settings_are_named() -> None:
         UserError, match=r"train\.use_bf16: expected False .* process 0, found True on process 1"
     ):
         require_one_configuration([first, second])
+    alike = dict(flatten(small_config("vjepa2"))).keys() - shared_settings(small_config("vjepa2")).keys()
+    assert alike == {
+        *("data.gcs_root", "data.manifest_path", "data.participants_path", "data.octa_manifest_path"),
+        *("data.store", "data.storage_options.endpoint_url", "data.cache_dir", "data.workers", "run.dir"),
+        *("train.ckpt_dir", "model.checkpoint", "method.init_from", "task.labels_path"),
+    }
     places = shared_settings(small_config("vjepa2", "run.dir=elsewhere", "data.cache_dir=/tmp/cache"))
     require_one_configuration([shared_settings(small_config("vjepa2")), places])
+    balanced = shared_settings(small_config("vjepa2", "data.sampling=device_balanced"))
+    with pytest.raises(UserError, match=r"data\.sampling: expected 'natural' as on process 0"):
+        require_one_configuration([first, balanced])

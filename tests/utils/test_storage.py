@@ -161,6 +161,27 @@ def test_one_place_has_one_absolute_url(tmp_path: Path, monkeypatch: pytest.Monk
     assert storage.absolute("gcs://b/x/") == storage.absolute("gs://b/x") == "gs://b/x"
 
 
+def test_the_home_folder_is_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no folder is called ~, which a person would remove with all that is in the home folder."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    storage.make_dirs("~/a")
+    storage.write_text("~/a/b.txt", "text")
+    assert storage.create("~/a/c.txt", b"text")
+    storage.copy("~/a/b.txt", "~/a/d.txt")
+    assert storage.list_names("~/a") == ["b.txt", "c.txt", "d.txt"] == storage.find_names("~/a")
+    with storage.open_url("~/a/d.txt") as file:
+        assert file.read() == storage.read_bytes("file://~/a/c.txt") == storage.read_range("~/a/b.txt", 0, 4)
+    assert storage.stat("~/a/b.txt").size == 4
+    assert storage.free_bytes("~/a")
+    assert storage.absolute("~/a") == str(tmp_path / "a")
+    storage.remove("~/a/b.txt")
+    assert not storage.exists("~/a/b.txt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "here"]
+    assert not list(Path.cwd().iterdir())
+
+
 def test_gs_endpoint_reaches_gcsfs_without_this_machines_account(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
     fs, path = storage._filesystem("gs://bucket/a/b", StorageOptions(endpoint_url="http://127.0.0.1:1"))

@@ -212,7 +212,7 @@ def test_disk_full(
             own, theirs = (load_checkpoint(str(r / best))["step"] for r in (run, uninterrupted(STEPS)))
             assert own == theirs
         else:
-            assert running.wait() == EXIT_TRY_AGAIN
+            assert running.wait() == EXIT_USER_ERROR  # a person has to make room
             assert "the last checkpoint was not written" in running.output
             assert "No space left on device" in running.output
             assert not list((run / "checkpoints").glob(".*.partial"))

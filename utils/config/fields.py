@@ -42,11 +42,13 @@ def key(
     may_change: bool = False,
     identity: bool = False,
     is_place: bool = False,
+    per_machine: bool = False,
 ) -> Any:
     """A field with what else is known of it; null passes its bound where the type allows null.
 
     `may_change`: a resumed run may have another value. `identity`: weights and features of a checkpoint rest
-    on it. `is_place`: it names a place to which a run may have been moved.
+    on it. `is_place`: it names a place to which a run may have been moved. `per_machine`: processes of one
+    run may differ in it, as they may in its places.
     """
     metadata = {
         "meaning": meaning,
@@ -55,6 +57,7 @@ def key(
         "may_change": may_change,
         "identity": identity,
         "is_place": is_place,
+        "per_machine": per_machine or is_place,
     }
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)

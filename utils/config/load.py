@@ -25,6 +25,7 @@ from omegaconf.errors import (
 
 from utils.config.rules import check_recipe, check_rules
 from utils.config.schema import Config, StorageOptions, TrainConfig, keys_with, leaves
+from utils.config.written import one_line, read_file, read_words
 from utils.errors import ConfigError
 
 # Keys that went, which configurations of older runs still have: the values of each with which a run is the
@@ -110,17 +111,7 @@ def load_config(
 
     `base` holds plain values of sections that lie below those of the file, as a checkpoint's configuration.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ConfigError(f"{path}: expected a YAML configuration, found no such file")
-    try:
-        loaded = _without_gone_keys(OmegaConf.load(path), str(path))
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from error
-    except UnicodeDecodeError as error:
-        byte = f"{error.object[error.start]:#04x} at byte {error.start}"
-        raise ConfigError(f"{path}: expected UTF-8 text, found {byte}") from error
-    return _checked(loaded, overrides, base, str(path))
+    return _checked(_without_gone_keys(read_file(path), str(path)), overrides, base, str(path))
 
 
 def changed_config(cfg: Config, overrides: Sequence[str], where: str) -> Config:
@@ -133,8 +124,7 @@ def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
     known; raises ConfigError.
     """
     try:
-        written = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
-        wanted = OmegaConf.select(written, "data.storage_options") or {}
+        wanted = OmegaConf.select(read_words(overrides), "data.storage_options") or {}
         options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StorageOptions), wanted))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"command line: data.storage_options: {_one_line(error)}") from error
@@ -145,7 +135,7 @@ def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
 def _checked(loaded: Any, overrides: Sequence[str], base: Mapping[str, Any] | None, where: str) -> Config:
     """`loaded` over `base`, the overrides on top of both; raises ConfigError."""
     try:
-        changes = OmegaConf.from_dotlist([_checked_override(o) for o in overrides])
+        changes = read_words(overrides)
         written = [OmegaConf.to_container(part) for part in (loaded, changes)]
         for part in written:
             _check_shapes(Config, part, where)
@@ -234,8 +224,8 @@ def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
             refuse("a list")
         for number, item in enumerate(value):
             _check_shapes(choices[0], item, where, f"{key}[{number}]")
-    elif get_origin(hint) is Literal and value is False and "disabled" in choices:
-        refuse(f"one of {', '.join(choices)} (YAML reads off as false: write disabled)")
+    elif get_origin(hint) is Literal and value not in choices:
+        refuse(f"one of {', '.join(choices)}")
 
 
 def _references(written: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -274,21 +264,11 @@ def _check_references(references: list[tuple[str, str]], merged: Any, where: str
             raise ConfigError(f"{where}: {_one_line(error, key)}") from error
 
 
-def _checked_override(text: str) -> str:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {text!r}: expected section.key=value")
-    if value.strip() in ("", "None"):
-        raise ConfigError(f"override {text!r}: expected a value or null, found {value!r}; write {key}=null")
-    return text
-
-
 def _one_line(error: Exception, key: str | None = None) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     key = key or getattr(error, "full_key", None)
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: expected a value, found none (the key is missing)"
-    text = re.sub(r"\s*(object_type|reference_type|full_key)[=:]\s*\S+", "", " ".join(lines)).strip()
+    text = one_line(error)
     if isinstance(error, ConfigKeyError):
         if key in RENAMED_KEYS:
             return f"{key}: unknown key: now {RENAMED_KEYS[key]}"

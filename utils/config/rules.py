@@ -40,6 +40,8 @@ def _require(condition: bool, key: str, expected: str, value: object) -> None:
 def _check_bounds(cfg: Config) -> None:
     for key, part, value in leaves(cfg):
         numbers = value if isinstance(value, tuple) else (value,)
+        short = all(abs(number) < 2**63 for number in numbers if isinstance(number, int))
+        _require(short, key, "a whole number below 2**63", value)
         finite = all(math.isfinite(number) for number in numbers if isinstance(number, float))
         _require(finite, key, "finite numbers", value)
         bound = part.metadata.get("bound")
@@ -50,6 +52,9 @@ def _check_bounds(cfg: Config) -> None:
 
 def _check_sections(cfg: Config) -> None:
     """The rules of every section but `method`."""
+    parts = cfg.experiment_name.split("/")
+    is_below = not {"", ".", ".."} & set(parts)
+    _require(is_below, "experiment_name", "a name, which stays below runs/", cfg.experiment_name)
     spatial, optim = cfg.spatial, cfg.optim
     for image, patch in zip(spatial.image_size, spatial.patch_size, strict=True):
         _require(

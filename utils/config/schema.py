@@ -32,23 +32,28 @@ from utils.config.fields import (
 
 @dataclass(frozen=True)
 class StorageOptions:
-    endpoint_url: str | None = key(None, "an S3-compatible or emulated server; null: the provider's own")
+    endpoint_url: str | None = key(
+        None, "an S3-compatible or emulated server; null: the provider's own", per_machine=True
+    )
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    gcs_root: str = key(MISSING, "the AI-READI root: a bucket URL or a folder")
+    gcs_root: str = key(MISSING, "the AI-READI root: a bucket URL or a folder", per_machine=True)
     manifest_path: str = key(
-        "${data.gcs_root}/retinal_oct/manifest.tsv", "the table of volumes: docs/start/dicoms.md"
+        "${data.gcs_root}/retinal_oct/manifest.tsv",
+        "the table of volumes: docs/start/dicoms.md",
+        per_machine=True,
     )
     participants_path: str = key(
-        "${data.gcs_root}/participants.tsv", "the table of people, with labels and splits"
+        "${data.gcs_root}/participants.tsv", "the table of people, with labels and splits", per_machine=True
     )
     octa_manifest_path: str = key(
         "${data.gcs_root}/retinal_octa/manifest.tsv",
         "links height maps, flow cubes and en-face images to scans; of data_setup.prepare --heights, --flow",
+        per_machine=True,
     )
-    store: str = key(MISSING, "the prepared store that this configuration makes and reads")
+    store: str = key(MISSING, "the prepared store that this configuration makes and reads", per_machine=True)
     storage_options: StorageOptions = field(default_factory=StorageOptions)
     list_strategy: Literal["single_domain", "multi_domain"] = key(MISSING, "one device, or several")
     device_filter: list[str] | None = key(None, "names of devices; null: all")
@@ -64,7 +69,7 @@ class DataConfig:
         "natural", "natural: every volume once in an epoch; device_balanced: every device equally often"
     )
     cache_dir: str | None = key(
-        None, "local read-through cache of a remote store; null: none", may_change=True
+        None, "local read-through cache of a remote store; null: none", may_change=True, per_machine=True
     )
     max_samples: int | None = key(
         None,
@@ -79,6 +84,7 @@ class DataConfig:
         AT_LEAST_0,
         unit="processes",
         may_change=True,
+        per_machine=True,
     )
     max_reject_fraction: float = key(0.05, "prepare stops above this share of rejected records", SHARE)
 
@@ -125,7 +131,7 @@ class ModelConfig:
         "embed and export; null: the last alone",
     )
     checkpoint: str | None = key(
-        None, "what finetuning reads; null: best_probe.pt of this run", may_change=True
+        None, "what finetuning reads; null: best_probe.pt of this run", may_change=True, per_machine=True
     )
 
 
@@ -178,6 +184,7 @@ class MethodConfig:
         None,
         "weights that start this run: a checkpoint, public V-JEPA weights, or a folder of a 2D image model; "
         "null: random",
+        per_machine=True,
     )
     dropout: float = key(0.0, "probability", BELOW_1)
     drop_path: float = key(
@@ -294,7 +301,9 @@ DENSE_KINDS = ("layers", "segmentation", "translation")  # of task.kind: decoder
 
 @dataclass(frozen=True)
 class TaskConfig:
-    labels_path: str | None = key(None, "a table with an id and a label; null: participants.tsv")
+    labels_path: str | None = key(
+        None, "a table with an id and a label; null: participants.tsv", per_machine=True
+    )
     id_column: str | None = key(None, "null: the column of the unit (person_id or participant_id, ...)")
     label_column: str = key("study_group", "column of the label")
     kind: Literal[
@@ -420,6 +429,6 @@ def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], An
             yield f"{prefix}{part.name}", part, value
 
 
-def keys_with(mark: Literal["may_change", "identity", "is_place"]) -> list[str]:
+def keys_with(mark: Literal["may_change", "identity", "is_place", "per_machine"]) -> list[str]:
     """The keys that bear a mark."""
     return [name for name, part, _ in leaves(Config()) if part.metadata.get(mark)]

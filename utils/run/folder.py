@@ -14,7 +14,7 @@ from pathlib import Path
 from utils import storage
 from utils.checkpoint import list_steps
 from utils.config.load import changed_keys, config_of_yaml, to_yaml
-from utils.config.schema import Config, leaves
+from utils.config.schema import Config, keys_with, leaves
 from utils.errors import UserError
 from utils.provenance import provenance
 from utils.run.lease import Lease, hold
@@ -26,7 +26,8 @@ def check_run_dir(cfg: Config) -> None:
     """A resumed run must have the same configuration, except for the keys that may change (schema.py)."""
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
-        refuse_changes(config_of_yaml(path.read_text(), str(path), to_go_on=True), cfg, str(path))
+        began_as = config_of_yaml(path.read_text(), str(path), to_go_on=True)
+        refuse_changes(began_as, cfg, str(path), moved=keys_with("is_place"))
 
 
 @contextmanager
@@ -51,9 +52,10 @@ def refuse_changes(old: Config, new: Config, where: str, moved: Sequence[str] = 
     if changes:
         key, was, now = changes[0]
         more = f" (and {len(changes) - 1} more)" if len(changes) > 1 else ""
+        link = " (a link from the old path to the new one will do)" if key in keys_with("per_machine") else ""
         raise UserError(
             f"{where}: {key}: expected {was!r} as the run began, found {now!r}{more}; "
-            "use another run.dir, or the same values"
+            f"use another run.dir, or the same values{link}"
         )
 
 
@@ -74,12 +76,8 @@ def claim_run_dir(cfg: Config, runtime: Runtime) -> None:
 
 
 def shared_settings(cfg: Config) -> dict[str, str]:
-    """What all processes of a run must agree on: every key but places and where a machine has its data."""
-    return {
-        name: repr(value)
-        for name, part, value in leaves(cfg)
-        if not part.metadata.get("is_place") and not name.startswith(("data.", "wandb."))
-    }
+    """What all processes of a run must agree on: every key but places and workers."""
+    return {name: repr(value) for name, part, value in leaves(cfg) if not part.metadata.get("per_machine")}
 
 
 def require_one_configuration(settings: Sequence[Mapping[str, str]]) -> None:

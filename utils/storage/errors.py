@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterator
 
 from utils.errors import TransientError, UserError
@@ -50,10 +51,10 @@ class StorageAwayError(StorageError, TransientError):
 
 
 def split_scheme(url: str) -> tuple[str, str]:
-    """(scheme, rest) of a URL; ("file", path) of a path."""
+    """(scheme, rest) of a URL; ("file", path) of a path, where `~` in front is the home folder."""
     scheme, separator, rest = url.partition("://")
-    if not separator:
-        return "file", url
+    if not separator or scheme == "file":
+        return "file", os.path.expanduser(rest if separator else url)
     return _SCHEME_ALIASES.get(scheme, scheme), rest
 
 

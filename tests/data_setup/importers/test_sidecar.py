@@ -50,7 +50,11 @@ def test_a_wrong_yaml_is_named(tmp_path: Path, sidecar: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- 1", "a: [", "\x00", "!!python/object/apply:os.system [ls]", "{1: 2}"]
+    "text",
+    [
+        *("", "- 1", "a: [", "\x00", "!!python/object/apply:os.system [ls]", "{1: 2}"),
+        *("bits_stored: 014", "spacing_mm: [0.1, 0:30, 0.1]", "bits_stored: 12\nbits_stored: 13"),
+    ],
 )
 def test_a_yaml_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     folder = folder_of(tmp_path)

@@ -22,7 +22,7 @@ from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
 from tests.support.finetune_factory import RUNTIME, config, save_checkpoint
-from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
@@ -113,10 +113,39 @@ def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> Non
     np.testing.assert_allclose(scores, head.module(tokens, valid).softmax(1), atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "x"},
+        {"task": {"kind": "classification", "names": 3, "label_column": "a", "unit": "eye"}},
+        {"encoder": None},
+        {"encoder": {"url": None, "checksum": 5}},
+        {"encoder": {}},
+        *({"num_outputs": value} for value in (10**9, -1, 0, None, "2", 2.5, float("nan"))),
+        *({"hidden": value, "head_kind": "mlp"} for value in ("9", None, 10**9, -1)),
+        *({"head_kind": value} for value in (None, 3, ["mlp"], "deep")),
+        *({"head": value} for value in ([], {"last.weight": "x"}, {3: 4}, {})),
+        *({"dropout": value} for value in ("x", None, 7.0)),
+        *({"standardise": value} for value in ([1], {"mean": "a", "std": None}, {})),
+        *({"config": value} for value in ("5", "- a", "x: [", "seed: !!python/name:os.system", "")),
+        {"encoder_weights": [1]},
+    ],
+    ids=lambda change: str(change)[:60],
+)
+def test_a_strangers_head_is_one_line(probe: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Right seal, odd values: nothing is run, no memory is asked for, and no traceback."""
+    state = load_checkpoint(str(probe / "checkpoints" / "head.pt"))
+    writer = CheckpointWriter(str(tmp_path), keep_last=None)
+    del state["checksum"]
+    writer.save(state | change, ["head"])
+    writer.close()
+    with pytest.raises(UserError, match=r"head\.pt: ") as error:
+        open_head(str(tmp_path / "head.pt"))
+    assert "\n" not in str(error.value)
+
+
 def test_a_fine_tuned_encoder_is_that_of_the_head(probe: Path, world: Path, tmp_path: Path) -> None:
     """The file has encoder weights: they are used, and the checkpoint that it came from is not needed."""
-    from utils.checkpoint import CheckpointWriter
-
     head = open_head(str(probe))
     encoder = random_encoder(head.cfg, 5)
     state = {k: v for k, v in head.state.items() if k not in ("checksum", "format_version")}

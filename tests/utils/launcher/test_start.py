@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -193,6 +194,44 @@ def test_in_the_foreground(pod: Pod) -> None:
     assert done.stderr == "error: optim.base_lr: too hot\n"
     (pod.folder / "home" / "broken").unlink()
     assert "found none; make install makes it" in pod.launch(CONFIG, tpu=None).stderr
+
+
+def test_the_line_that_starts_each_worker_by_itself(pod: Pod) -> None:
+    """On a worker without an environment, with OCT_TPU of its own; the run stays when its terminal goes."""
+    clone, home = pod.clone(0), pod.home(0)
+    setup = "utils/tpu_worker.sh"
+    script = (clone / setup).read_text()
+    python = f'mkdir -p "$1/bin" && cp "{pod.folder}/venv/bin/python" "$1/bin" && say "set up $*" >>~/set_up'
+    (clone / setup).write_text(script.replace("\nmain() {", f"\nsetup() {{ {python}; }}\nmain() {{"))
+    names = {"HOME": str(home), "OCT_TPU": "pod", "OCT_DEVICE_GLOB": str(pod.folder / "accel*")}
+    words = ["bash", "run_tpu_xla.sh", CONFIG, "a.b=1 2"]
+    try:
+        with subprocess.Popen(
+            words, cwd=clone, env=pod.environment() | names, stdout=subprocess.PIPE, text=True
+        ) as terminal:
+            assert terminal.stdout is not None
+            while "resuming" not in terminal.stdout.readline():
+                assert terminal.poll() is None
+            assert (home / "set_up").read_text() == "set up .venv 3.11 --torch-backend=cpu\n"
+            assert (home / "argv").read_text().splitlines()[0].startswith("TPU, ")
+            terminal.kill()
+        assert "running, pid" in launch(pod, "status").stdout
+        assert "resuming" in launch(pod, "logs", "--worker", "0").stdout
+        stopped = launch(pod, "stop").stdout
+        assert "worker 0: stopped, pid" in stopped
+        assert "exit code 76" in stopped
+        (home / "exit_code").write_text("2")
+        again = subprocess.run(
+            words, cwd=clone, env=pod.environment() | names, capture_output=True, text=True
+        )
+        assert again.returncode == 2
+        assert "error: the reason" in again.stdout
+        assert (home / "set_up").read_text().count("\n") == 1
+    finally:
+        (clone / setup).write_text(script)
+        shutil.rmtree(clone / ".venv", ignore_errors=True)
+        for name in ("exit_code", "argv", "set_up"):
+            (home / name).unlink(missing_ok=True)
 
 
 def launch_foreground(pod: Pod, *words: str) -> subprocess.CompletedProcess[str]:

@@ -81,14 +81,32 @@ def warmup_cosine(optim: OptimConfig, step: int, total: int, peak: float | None 
     return peak * factor
 
 
-def parameter_groups(model: Trained, weight_decay: float) -> list[dict]:
-    """AdamW groups: weight decay on matrices only; mask tokens, positions, norms and biases have none."""
-    decay: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
+def parameter_groups(
+    model: Trained, weight_decay: float, layer_decay: float = 1.0, depth: int = 0
+) -> list[dict[str, Any]]:
+    """AdamW groups, each with `rate_share`: 1, and of the encoder's `depth` blocks layer_decay to the power
+    of the number of blocks above. Weight decay on matrices only; mask tokens, positions, norms and biases
+    have none. With a layer_decay of 1 there are two groups, the matrices first.
+    """
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {(1.0, True): [], (1.0, False): []}
     for name, parameter in model.trained_parameters():
         is_table = name.endswith(("pos_embed", "mask_token", "prefix_tokens")) or ".mask_tokens." in name
-        (plain if parameter.ndim < 2 or is_table else decay).append(parameter)
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        above = blocks_above(name.removeprefix("encoder."), depth) if name.startswith("encoder.") else 0
+        groups.setdefault((layer_decay**above, parameter.ndim > 1 and not is_table), []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if is_matrix else 0.0, "rate_share": share}
+        for (share, is_matrix), parameters in groups.items()
+    ]
+
+
+def blocks_above(name: str, depth: int) -> int:
+    """How many of an encoder's `depth` blocks lie above one of its parameters; patches and positions lie
+    below all of them, the last norm above.
+    """
+    part, _, rest = name.partition(".")
+    if part == "blocks":
+        return depth - 1 - int(rest.partition(".")[0])
+    return depth if part in ("patch_embed", "pos_embed", "prefix_tokens") else 0
 
 
 def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:

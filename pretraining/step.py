@@ -96,7 +96,7 @@ class Balance:
 
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
     """AdamW, fused where there is such a kernel; weight decay on matrices only."""
-    groups = parameter_groups(model, cfg.optim.weight_decay)
+    groups = parameter_groups(model, cfg.optim.weight_decay, cfg.optim.layer_decay, model.encoder.depth)
     return build_adamw(groups, cfg.optim, next(model.parameters()).device)
 
 
@@ -236,7 +236,9 @@ def move(
     grad_norm = nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss) & update.enabled
     for group in optimizer.param_groups:
-        group["lr"] = update.lr
+        group["lr"] = update.lr * group.get(
+            "rate_share", 1.0
+        )  # a checkpoint of before has groups of one rate
     # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
     optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
     optimizer.step()

@@ -17,6 +17,7 @@ from data_setup.loader import Batch
 from data_setup.normalisation import view
 from finetuning.heads.objective import row_losses
 from models.heads import AttentiveHead, build_head
+from models.optimizer import blocks_above
 from models.probes.features import token_moments
 from models.stochastic import Stochastic
 from models.vit3d import Recompute, VisionTransformer3D, recompute_block
@@ -119,11 +120,7 @@ def layer_groups(
         moved = {name: p for name, p in encoder.named_parameters() if is_read(encoder, name)}
         depth = max(encoder.feature_blocks, default=encoder.depth)
     for name, parameter in moved.items():
-        part, _, rest = name.partition(".")
-        if part == "blocks":
-            add(name, parameter, depth - 1 - int(rest.partition(".")[0]))
-        else:
-            add(name, parameter, depth if part in ("patch_embed", "pos_embed", "prefix_tokens") else 0)
+        add(name, parameter, blocks_above(name, depth))
     for name, parameter in top.named_parameters():
         add(name, parameter, 0)
     return [

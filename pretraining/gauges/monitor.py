@@ -162,7 +162,8 @@ def target_drift(model: VJEPA3D) -> Tensor:
 
 @torch.no_grad()
 def update_ratio(optimizer: torch.optim.AdamW) -> Tensor:
-    """||last update|| / ||weights|| over the matrices, read from AdamW's moments; weight decay left out.
+    """||last update|| / ||weights|| over the matrices of the full rate, read from AdamW's moments; weight
+    decay left out.
 
     Around 1e-2 at the start of a run and less later; a skipped update leaves that of the one before, and
     counts 0 where there was none.

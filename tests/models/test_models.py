@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -207,6 +208,14 @@ def test_every_trained_parameter_has_a_gradient_and_is_optimised_once(recipe: st
     optimised = [id(p) for g in groups for p in g["params"]]
     assert sorted(optimised) == sorted(id(p) for _, p in model.trained_parameters())
     assert len(set(optimised)) == len(optimised)
+    assert [g["rate_share"] for g in groups] == [1.0, 1.0]
+    deep = parameter_groups(model, 0.05, 0.5, model.encoder.depth)
+    shares = {id(p): g["rate_share"] for g in deep for p in g["params"]}
+    for name, parameter in model.trained_parameters():
+        block = re.match(r"encoder\.blocks\.(\d+)\.", name)
+        above = 0 if block is None else model.encoder.depth - 1 - int(block[1])
+        below_all = name.startswith(("encoder.patch_embed", "encoder.pos_embed"))
+        assert shares[id(parameter)] == 0.5 ** (model.encoder.depth if below_all else above), name
     decayed = {id(p) for p in groups[0]["params"]}
     for name, parameter in model.trained_parameters():
         is_matrix = name.endswith(".weight") and parameter.ndim >= 2

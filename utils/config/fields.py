@@ -26,6 +26,7 @@ EPOCHS, UPDATES, VOLUMES, CHECKPOINTS = (
 AT_LEAST_0 = Bound("0 or more", lambda value: value >= 0)
 ABOVE_0 = Bound("a number above 0", lambda value: value > 0)
 SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1, "share")
+UP_TO_1 = Bound("a number in (0, 1]", lambda value: 0 < value <= 1)
 BELOW_1 = Bound("a number in [0, 1)", lambda value: 0 <= value < 1)
 WHOLE_HEADS = Bound(
     "a multiple of 32, the width of an attention head", lambda value: value >= 32 and value % 32 == 0

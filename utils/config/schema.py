@@ -22,10 +22,10 @@ from utils.config.fields import (
     EPOCHS,
     INNER_SHARE,
     SHARE,
+    UP_TO_1,
     UPDATES,
     VOLUMES,
     WHOLE_HEADS,
-    Bound,
     key,
 )
 
@@ -201,6 +201,11 @@ class OptimConfig:
     cooldown_ratio: float = key(0.0, "vjepa2, mae: linear decay over the last share of the run", SHARE)
     min_lr_ratio: float = key(MISSING, "end of the schedule as a share of base_lr", SHARE)
     clip_grad_norm: float = key(MISSING, "largest norm of the gradient", ABOVE_0)
+    layer_decay: float = key(
+        1.0,
+        "pre-training: the rate of an encoder's block is this to the power of the blocks above it",
+        UP_TO_1,
+    )
     eps: float = key(
         1e-8,
         "AdamW's; far below the gradients (`methods` has some of 1e-9), or the smallest of them move nothing",
@@ -357,7 +362,7 @@ class FinetuneConfig:
     layer_decay: float = key(
         0.75,
         "learning rate of a block is this to the power of the number of blocks above it",
-        Bound("a number in (0, 1]", lambda value: 0 < value <= 1),
+        UP_TO_1,
     )
     class_weights: Literal["auto", "none"] = key(
         "auto", "auto: every class has the same weight in the loss; segmentation: the root of its rarity"

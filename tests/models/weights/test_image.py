@@ -20,6 +20,7 @@ from finetuning.features.pooled import pretrained_encoder
 from models.vjepa3d import VJEPA3D
 from models.weights.cli import main
 from models.weights.files import read_weights
+from models.weights.image import GREY
 from models.weights.load import load_encoder, start_from
 from pretraining.train import main as train
 from tests.models.weights.weight_files import METHODS, config, exit_line, volume
@@ -90,14 +91,16 @@ def test_one_b_scan_has_the_tokens_of_the_image_model(
     b_scans_BHW = volume(2, *plane) * 4 - 2
     words = [f"spatial.image_size=[{d},{plane[0]},{plane[1]}]", f"spatial.patch_size=[{d},8,8]"]
     _, ours = started(tmp_path, *words)
+    factor, offset = GREY
     repeated = b_scans_BHW[:, None, None].expand(-1, 1, d, -1, -1)
-    expected = image_tokens(theirs, b_scans_BHW)
+    expected = image_tokens(theirs, factor * b_scans_BHW + offset)
     with torch.no_grad():
         for encoder in (ours.encoder, ours.target_encoder):
             torch.testing.assert_close(encoder(repeated), expected, atol=1e-5, rtol=1e-5)
     if plane == (32, 32) and d == 1:  # the folder as it is: an encoder of one B-scan
         with torch.no_grad():
-            tokens = load_encoder(str(tmp_path))(repeated.expand(-1, 3, -1, -1, -1))
+            as_it_is = factor * repeated + offset
+            tokens = load_encoder(str(tmp_path))(as_it_is.expand(-1, 3, -1, -1, -1))
         torch.testing.assert_close(tokens, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -115,7 +118,8 @@ def test_tokens_of_another_size_get_the_resized_patches(tmp_path: Path, token: t
     _, ours = started(tmp_path, f"spatial.image_size=[4,{4 * h},{4 * w}]", f"spatial.patch_size=[4,{h},{w}]")
     with torch.no_grad():
         tokens = ours.encoder(tiled(h, w)[:, None, None].expand(-1, -1, 4, -1, -1))
-    torch.testing.assert_close(tokens, image_tokens(theirs, tiled(8, 8)), atol=1e-3, rtol=1e-3)
+    pictures = GREY[0] * tiled(8, 8) + GREY[1]
+    torch.testing.assert_close(tokens, image_tokens(theirs, pictures), atol=1e-3, rtol=1e-3)
 
 
 def test_positions_go_by_id_and_the_prefix_sees_all(tmp_path: Path) -> None:

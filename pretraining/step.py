@@ -236,9 +236,8 @@ def move(
     grad_norm = nn.utils.clip_grad_norm_(parameters, cfg.optim.clip_grad_norm)
     is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss) & update.enabled
     for group in optimizer.param_groups:
-        group["lr"] = update.lr * group.get(
-            "rate_share", 1.0
-        )  # a checkpoint of before has groups of one rate
+        # the groups of an older checkpoint have no share: they had one rate
+        group["lr"] = update.lr * group.get("rate_share", 1.0)
     # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
     optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
     optimizer.step()

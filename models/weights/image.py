@@ -4,9 +4,9 @@ In: config.json and tensors of Dinov2Model, Dinov2WithRegistersModel, ViTModel o
 of an encoder of single B-scans of three channels, which gives the image model's tokens; and its tensors for
 a configuration of ours. LayerScale is folded into the layers before it. A patch's kernel is summed over
 colour (all three channels would get the same grey), resized to the token's H and W (FlexiViT, Beyer et al.
-2023, arXiv:2212.08013, where the token is larger), set to the greys of a normalised volume and spread over its B-scans; positions are interpolated as
-the image model does it. So on a grid of one token along D, filled with one B-scan, tokens are the image
-model's.
+2023, arXiv:2212.08013, where the token is larger), set to the greys of a normalised volume (GREY) and spread
+over its B-scans; positions are interpolated as the image model does it. So on a grid of one token along D,
+filled with one B-scan, tokens are those that the image model gives to GREY's greys of it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from utils import storage
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config, StorageOptions
 
-# A voxel z of a normalised volume is seen as this factor * z + offset: black lies at about -.7 there and bright
-# layers at 3 to 5, in a normalised photograph at -2 and 2.6. Measured on five real eyes: docs/LOG.md
+# A voxel z of a normalised volume is seen as factor * z + offset: black lies at about -.7 there and bright layers
+# at 3 to 5, in a normalised photograph at -2 and 2.6. Measured on five real eyes: docs/LOG.md
 GREY = (0.5, -1.2)
 MODEL_TYPES = ("dinov2", "dinov2_with_registers", "vit", "vit_mae")
 REFUSED = {  # what a message adds for a model_type that a user may well bring

@@ -29,8 +29,8 @@ from utils import storage
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config, StorageOptions
 
-# A voxel z of a normalised volume is seen as factor * z + offset: black lies at about -.7 there and bright layers
-# at 3 to 5, in a normalised photograph at -2 and 2.6. Measured on five real eyes: docs/LOG.md
+# A voxel z of a normalised volume is seen as factor * z + offset: black lies at about -.7 there and bright
+# layers at 3 to 5, in a normalised photograph at -2 and 2.6. Measured on five real eyes: docs/LOG.md
 GREY = (0.5, -1.2)
 MODEL_TYPES = ("dinov2", "dinov2_with_registers", "vit", "vit_mae")
 REFUSED = {  # what a message adds for a model_type that a user may well bring

@@ -9,6 +9,7 @@ reports and photographs.
 from __future__ import annotations
 
 import pydicom
+from pydicom.config import IGNORE
 from pydicom.uid import UID
 
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
@@ -56,7 +57,7 @@ def explained(error: OCTReadError, options: StorageOptions | None) -> OCTReadErr
         file = BoundedFile(RangeFile(url, stat(url, options).size, options, 2**16))
         ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["SOPClassUID"])
         sop_class = str(ds.get("SOPClassUID") or "")
-    if sop_class == _RAW or (sop_class and UID(sop_class).is_private):
+    if sop_class == _RAW or (sop_class and UID(sop_class, IGNORE).is_private):
         expected = (
             "Ophthalmic Tomography Image Storage: export the scan as OPT DICOM, not the device's raw data"
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pydicom
+from pydicom.config import IGNORE
 from pydicom.uid import UID
 
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
@@ -80,7 +81,7 @@ def explained(error: OCTReadError, options: StorageOptions | None, is_dicom: boo
         file = BoundedFile(RangeFile(url, stat(url, options).size, options, 2**16))
         ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["SOPClassUID"])
         sop_class = str(ds.get("SOPClassUID") or "")
-    if sop_class == _RAW or (sop_class and UID(sop_class).is_private):
+    if sop_class == _RAW or (sop_class and UID(sop_class, IGNORE).is_private):
         expected = (
             "Ophthalmic Tomography Image Storage: export the scan as OPT DICOM, not the device's raw data"
         )

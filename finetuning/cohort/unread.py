@@ -24,6 +24,7 @@ ONE_FILE = "head.pt alone is written"
 # key, or section with a dot at its end -> what is done instead
 NEITHER = {
     "optim.cooldown_ratio": "the rate falls as a cosine",
+    "optim.layer_decay": "finetune.layer_decay is that of a trained encoder",
     "val.max_volumes": "validation reads every labelled volume of val",
     "run.profile": "no trace is written",
 }

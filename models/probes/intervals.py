@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import t as student
 
 from models.probes.participants import Prediction, balanced_accuracy
 
@@ -63,6 +64,19 @@ def interval95(values: np.ndarray) -> tuple[float, float]:
     """The central 95 % of bootstrap values (percentile interval)."""
     low, high = np.quantile(values, [0.025, 0.975])
     return float(low), float(high)
+
+
+def seeds_and_people(score_N: np.ndarray, draws_NS: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of a mean over few seeds: Student's t for the seeds, the variance over people added
+    (degrees of freedom by Satterthwaite). score_N: each seed's score, or paired difference; draws_NS: the
+    same of every resample of people. One seed has no variance that is known, and adds none.
+    """
+    count, centre = len(score_N), float(score_N.mean())
+    people = float(draws_NS.mean(axis=0).var(ddof=1))
+    seeds = float(score_N.var(ddof=1)) / count if count > 1 else 0.0
+    freedom = (count - 1) * ((people + seeds) / seeds) ** 2 if seeds > 0 else math.inf
+    half = float(student.ppf(0.975, freedom)) * math.sqrt(people + seeds)
+    return centre - half, centre + half
 
 
 def paired_difference(

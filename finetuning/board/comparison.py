@@ -8,7 +8,7 @@ S. (1979): A simple sequentially rejective multiple test procedure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -55,13 +55,22 @@ def mean_draws(seeds: Sequence[Predictions], counts_SU: np.ndarray) -> np.ndarra
 
 
 def compare(
-    columns: Mapping[str, Mapping[str, Sequence[Predictions]]], samples: int, seed: int
+    columns: Mapping[str, Mapping[str, Sequence[Predictions]]],
+    samples: int,
+    seed: int,
+    free: Collection[str] = (),
 ) -> list[Comparison]:
-    """Every pair of rows in every column {column: {row: predictions a seed}}, corrected over all of them.
+    """Every pair of rows in every column {column: {row: predictions a seed}}, corrected over all of them; but
+    none of two rows without an encoder, `free`.
 
     Raises ValueError where rows predict different units.
     """
-    pairs = [(column, *pair) for column, rows in columns.items() for pair in combinations(rows, 2)]
+    pairs = [
+        (column, *pair)
+        for column, rows in columns.items()
+        for pair in combinations(rows, 2)
+        if not set(pair) <= set(free)
+    ]
     samples = max(samples, RESAMPLES_PER_PAIR * len(pairs))
     draws, values = {}, {}
     counts: np.ndarray | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.features import yardsticks
 from finetuning.features.pooled import random_encoder
+from finetuning.features.yardsticks import Yardstick
 from models import vit3d
+from models.probes import hidden
 from models.probes.tokens import mean_r2
 from tests.support.finetune_factory import RUNTIME, person, silence
 from tests.support.pipeline_factory import SMOKE
@@ -52,7 +56,21 @@ def _six_blocks() -> Iterator[None]:
     """The real width and half the depth: two random blocks say too little of a thickness."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(6, 192, 3))
+        patch.setattr(hidden, "MOST_STEPS", 60)
+        patch.setattr(yardsticks, "WIDE", 64)
         yield
+
+
+def place_alone(cfg: Config, store: PreparedStore, rows: np.ndarray, *others: Any) -> list[Yardstick]:
+    """A yardstick that knows nothing of a volume."""
+    tokens, volumes = np.zeros((*others[1].shape, 0)), np.zeros((len(rows), 1))
+    return [Yardstick("place", "place", lambda _: volumes, lambda _: tokens)]
+
+
+@pytest.fixture(autouse=True)
+def _without_local_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer what is asked here, and take seconds: two tests have them."""
+    monkeypatch.setattr(module, "yardsticks", place_alone)
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +154,27 @@ def looks(world: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world / "store" / "ledger.jsonl").read_text().splitlines()]
 
 
-def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
+def test_worse_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "yardsticks", yardsticks.yardsticks)
     result = measured(world, tmp_path, trained=silence)
     assert result == json.loads((tmp_path / "run" / "truth.json").read_text())
     assert (result["n_participants"], result["n_volumes"], result["n_tokens"]) == (12, 24, 24 * 24)
     for question in result["questions"]:
         rows = {row["name"]: row["r2"] for row in question["rows"]}
-        assert list(rows) == ["pretrained", "random_init", "control"]
+        local = ["own_voxels", "27_patches", "192_random_of_27", "384_random_of_27"]
+        place = ["place"] if question["name"] == "occupancy" else []
+        assert list(rows) == ["pretrained", "random_init", "control", *place, *local]
+        both = {"linear": question["rows"], "hidden": [row["hidden"] for row in question["rows"]]}
+        for readout, of in both.items():
+            r2 = [row["r2"] for row in of]
+            best = list(rows)[3 + int(np.argmax(r2[3:]))]
+            assert question["compared"][readout] == ["random_init", "control", best]
         for arm in ("random_init", "control"):
             difference = question["differences"][arm]
             assert difference["mean"] == pytest.approx(rows["pretrained"] - rows[arm])
             assert difference["ci95"][1] < 0
         assert "no gain shown" in question["verdict"]
-        assert question["verdict"].endswith("worse than random initialisation and the control.")
+        assert "worse than random initialisation, the control and " in question["verdict"]
     text = module.format_table(result)
     assert text.splitlines()[-2:] == [question["verdict"] for question in result["questions"]]
     look = looks(world)[-1]
@@ -158,19 +184,37 @@ def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
     assert f"of split test, look {result['look']} at them" in text.splitlines()[0]
 
 
-def test_better_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_better_than_both_is_told_where_local_voxels_do_not_suffice(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """Here they do: a claim needs a store whose yardsticks are taken away."""
+
     def silent(cfg: Config, seed: int) -> nn.Module:
         encoder = random_encoder(cfg, seed)
         silence(encoder)
         return encoder
 
     monkeypatch.setattr(module, "random_encoder", silent)
+    if is_local:
+        monkeypatch.setattr(module, "yardsticks", yardsticks.yardsticks)
     result = measured(world, tmp_path, control=silence)
     for question in result["questions"]:
         assert question["rows"][0]["r2"] > 0.3
-        assert all(d["ci95"][0] > 0 for d in question["differences"].values())
-        assert ": gained by training. Pre-training is better than random init" in question["verdict"]
-        assert question["verdict"].endswith("better than random initialisation and the control.")
+        both = [question["differences"], question["hidden"]["differences"]]
+        assert all(of[arm]["ci95"][0] > 0 for of in both for arm in ("random_init", "control"))
+        better = "Pre-training is better than random initialisation, the control and place."
+        gained = f": gained by training. {better}"
+        linear, _, with_layer = question["verdict"].partition(" With one hidden layer")
+        if not is_local:
+            assert linear.endswith(gained)
+            assert with_layer == gained
+        elif question["name"] == "occupancy":
+            for text in (linear, with_layer):
+                assert re.search(
+                    r": no gain shown. Pre-training is better than random initialisation and the control, "
+                    r"(worse than|not shown to differ from) .* of 27 tokens", text
+                )  # fmt: skip
 
 
 def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_path: Path) -> None:
@@ -179,10 +223,8 @@ def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_pa
     for question in result["questions"]:
         assert question["differences"]["random_init"] == {"mean": 0.0, "ci95": [0.0, 0.0]}
         assert question["differences"]["control"]["ci95"][0] > 0
-        assert question["verdict"].endswith(
-            "no gain shown. Pre-training is better than the control, not shown to differ from "
-            "random initialisation."
-        )
+        assert "no gain shown. Pre-training is better than the control" in question["verdict"]
+        assert "not shown to differ from random initialisation" in question["verdict"]
 
 
 def test_each_encoder_is_its_own(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,14 @@ from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
 from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_of
 from finetuning.board.page import Board, cautions, write_pages
-from finetuning.board.slices import SliceEncoder
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.cohort.predictions import Predictions, pool
 from finetuning.cohort.source import Source, open_source
 from finetuning.compare import parse
 from finetuning.features import probing
 from finetuning.features.probing import Features, Probed
+from finetuning.features.slices import SliceEncoder
+from models.probes import hidden
 from models.probes.intervals import paired_difference
 from models.probes.participants import Prediction, fit_logistic
 from tests.support.finetune_factory import (
@@ -50,7 +51,9 @@ from tests.support.finetune_factory import (
 from utils.errors import UserError
 
 LINEAR_PROBE = Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml"
-BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot"]
+YARDSTICKS = ["voxels of the token", "voxels of 27 tokens, averaged"]
+YARDSTICKS += [f"{width} random ReLU features of 27 tokens" for width in ("48", "1,024")]
+BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot", *YARDSTICKS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +61,7 @@ def _one_penalty() -> Iterator[None]:
     """Probes choose among one C: nothing here is about that choice, and nine fits a probe are slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+        patch.setattr(hidden, "MOST_STEPS", 15)
         yield
 
 
@@ -185,7 +189,7 @@ def test_answers_are_kept_and_each_new_one_is_a_look(
 def test_another_split_is_another_question(world: Path, runs: Path, board: Board) -> None:
     other = leaderboard(words(world, runs, Path(board.folder).parent, "eval.split=val", columns=()), RUNTIME)
     assert (other.look, other.is_new_look) == (1, True)  # the first look at val
-    assert other.columns == ["linear"]
+    assert other.columns == ["linear", "hidden"]
 
 
 def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
@@ -318,7 +322,7 @@ def test_one_checkpoint_more_asks_for_its_own_answers_alone(
     assert asked == ["silent"]
     other = words(world, runs, tmp_path, "seed=7", columns=())
     leaderboard(other, RUNTIME)
-    assert len(asked) == 9  # another question: everything
+    assert len(asked) == 6 + len(BASELINES)  # another question: everything
 
 
 def test_holm_by_hand() -> None:
@@ -528,7 +532,7 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
         "train.epochs=1",
         checkpoints=(str(runs / "good"),),
         control=str(runs / "silent"),
-        image_encoder=image_encoder(tmp_path / "vit"),
+        image_encoder=SliceEncoder(image_encoder(tmp_path / "vit")),
         columns=("attentive",),
         supervised=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.evidence.differences import Difference
+from benchmarks.evidence.scores import HIDDEN
 
 NOT_SHOWN = "no difference shown"
 TASK_LABELS = {
@@ -12,6 +13,7 @@ TASK_LABELS = {
     "thickness": "layer thickness, R2",
     "occupancy": "layer occupancy, R2",
 }
+TASK_LABELS |= {f"{task}{HIDDEN}": f"{label}, hidden layer" for task, label in TASK_LABELS.items()}
 
 
 def signed(difference: Difference | None) -> str:

@@ -127,6 +127,11 @@ class Scored:
         """Whether there is a score to report."""
         return bool(self.seeds) and self.seeds[0][0].of(task) is not None
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it makes claims: no baseline, no network from labels, no control."""
+        return self.name not in (*CONTROLS, *SCRATCH) and self.factor not in ("baseline", "control")
+
     def by_seed(self, task: str) -> list[float]:
         """The score of every seed that has one."""
         return [score for scores, _ in self.seeds if (score := scores.of(task)) is not None]
@@ -189,8 +194,8 @@ def commits_of_runs(plan: Plan) -> list[str]:
     return sorted({str(json.loads(path.read_text())["commit"]) for path in paths})
 
 
-def build_table(plan: Plan) -> Table:
-    """Every number of the tables; raises UserError if random initialisation, the reference or the control has
+def read_rows(plan: Plan) -> dict[str, Scored]:
+    """All rows by name, in their order; UserError if random initialisation, the reference or the control has
     no scores.
     """
     scored = {arm.name: read_arm(plan, arm) for arm in (*ARMS, RANDOM_ARM, *SCRATCH_ARMS)}
@@ -203,6 +208,12 @@ def build_table(plan: Plan) -> Table:
     for scores, facts in sorted(loaded, key=lambda one: int(one[1]["number"])):
         scored[facts["name"]] = Scored(facts["name"], facts["label"], "baseline", [(scores, facts)])
     scored |= {arm.name: read_arm(plan, arm) for arm in TRAINED if arm not in ARMS}
+    return scored
+
+
+def build_table(plan: Plan) -> Table:
+    """Every number of the tables; UserError as read_rows."""
+    scored = read_rows(plan)
     participants = next(iter(scored[RANDOM].seeds[0][0].parts.values())).participants
     draws_SP, best = people_draws(len(participants)), best_free(scored)
     return Table(
@@ -225,8 +236,7 @@ def build_table(plan: Plan) -> Table:
 
 def controls_of_entry(entry: Scored) -> tuple[str, ...]:
     """The arms that a claim about it has to be above; a control or baseline claims nothing."""
-    is_claim = entry.name not in (*CONTROLS, *SCRATCH) and entry.factor not in ("baseline", "control")
-    return controls_of_claims(entry.name) if is_claim else ()
+    return controls_of_claims(entry.name) if entry.is_pretrained else ()
 
 
 def make_row(entry: Scored, scored: dict[str, Scored], best: dict[str, str], draws_SP: np.ndarray) -> Row:

@@ -84,11 +84,12 @@ class Scores:
         return mean_r2_draws(part, draws_SP)
 
 
-def masks_of_folds(fold: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def masks_of_folds(truth: Truth) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(training, validation, evaluated) bool [n] of every fold."""
     for number in range(FOLDS):
-        val, test = fold == (number + 1) % FOLDS, fold == number
-        yield ~(val | test), val, test
+        val, test = truth.fold == (number + 1) % FOLDS, truth.fold == number
+        train = ~(val | test)
+        yield train if truth.labelled is None else train & truth.labelled[number], val, test
 
 
 def score_classes(
@@ -96,7 +97,7 @@ def score_classes(
 ) -> tuple[Prediction, list[Prediction]]:
     """Out-of-fold class probabilities of every participant, and the folds' own."""
     parts = []
-    for masks in masks_of_folds(truth.fold):
+    for masks in masks_of_folds(truth):
         x = features(masks[0])
         train, val, test = (Fold(x[m], truth.label[m], truth.person[m]) for m in masks)
         parts.append(read(train, val, test))
@@ -116,7 +117,7 @@ def score_thickness(
 ) -> tuple[Errors, list[DensePrediction]]:
     """Errors of layer thickness per volume, relative to what is usual for its protocol."""
     parts = []
-    for masks in masks_of_folds(truth.fold):
+    for masks in masks_of_folds(truth):
         x, y = features(masks[0]), less_protocol_mean(truth.thickness_um, truth.protocol, masks[0])
         train, val, test = (Rows(x[m], y[m], truth.person[m]) for m in masks)
         parts.append(read(train, val, test))
@@ -132,7 +133,7 @@ def score_occupancy(
     y = truth.occupancy[used]
     volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
     parts = []
-    for masks in masks_of_folds(truth.fold):
+    for masks in masks_of_folds(truth):
         x = np.concatenate([dense(masks[0])[used], place], axis=1)
         folds = [m[volume] for m in masks]
         train, val, test = (Rows(x[m], y[m], truth.person[volume[m]]) for m in folds)

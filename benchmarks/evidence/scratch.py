@@ -2,7 +2,7 @@
 
 In: the evaluated people's volumes with their truth. Out: scores of the tasks, as benchmarks.evidence.scores
 has them, and as both readouts, since nothing is read out. In each fold one network with a head for each task
-learns from the training people for a fixed number of epochs; of each task the epoch is kept that its
+learns from the training people for a fixed number of epochs; of each task the tenth of it is kept that its
 validation people choose. Networks: a small 3D CNN whose strides are those of the patch, and a ViT of the
 encoder's size.
 """
@@ -31,7 +31,7 @@ from utils.config.schema import Config
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
-EPOCHS, BATCH, CLIP = 10, 8, 1.0
+EPOCHS, LEAST_STEPS, BATCH, CLIP = 10, 200, 8, 1.0  # few labels have more epochs: an update is one of 8
 WIDTH = 96  # of the CNN's tokens
 FLOOR = 1e-6
 Masks = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -84,7 +84,7 @@ class Heads(nn.Module):
 
 def scratch_scores(cfg: Config, store: PreparedStore, truth: Truth, kind: str, seed: int) -> Scores:
     """Scores of a network, `cnn_...` or `vit_...`, over all people."""
-    folds = [one_fold(cfg, store, truth, kind, seed, masks) for masks in masks_of_folds(truth.fold)]
+    folds = [one_fold(cfg, store, truth, kind, seed, masks) for masks in masks_of_folds(truth)]
     parts: dict[str, Part] = {}
     for task in folds[0]:
         of = [fold[task][1] for fold in folds]
@@ -110,7 +110,8 @@ def one_fold(
     order = np.random.default_rng(seed)
     steps = -(-int(train.sum()) // BATCH)
     best: dict[str, tuple[float, Part]] = {}
-    for step in range(EPOCHS * steps):
+    epochs = max(EPOCHS, -(-LEAST_STEPS // steps))
+    for step in range(epochs * steps):
         if step % steps == 0:
             batches = iter(np.array_split(order.permutation(np.flatnonzero(train)), steps))
         at = next(batches)
@@ -118,9 +119,9 @@ def one_fold(
         _loss(truth, at, _outputs(heads.train(), cfg, store, truth, at, runtime), scales).backward()
         nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
         for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(cfg.optim, step, EPOCHS * steps)
+            group["lr"] = warmup_cosine(cfg.optim, step, epochs * steps)
         optimizer.step()
-        if (step + 1) % steps == 0:
+        if (step + 1) % (steps * max(1, epochs // EPOCHS)) == 0:
             with torch.no_grad():
                 on_val, on_test = (
                     judged(truth, at, _outputs(heads.eval(), cfg, store, truth, at, runtime), scales)

@@ -114,7 +114,7 @@ def test_folds_are_by_participant_and_every_class_is_in_each() -> None:
     for person in np.unique(truth.person):
         assert len(set(truth.fold[truth.person == person])) == 1
     evaluated = np.zeros(len(truth.rows), int)
-    for masks in masks_of_folds(truth.fold):
+    for masks in masks_of_folds(truth):
         assert (np.sum(masks, axis=0) == 1).all()
         assert all(set(truth.label[m]) == {0, 1, 2, 3} for m in masks)
         evaluated += masks[2]

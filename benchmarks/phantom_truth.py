@@ -26,13 +26,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
-from data_setup.loader import EVALUATION_BATCH, evaluation_batches, start_early
+from benchmarks.truth_tokens import layer_occupancy, sample_tokens, token_features, valid_tokens
+from data_setup.loader import start_early
 from data_setup.manifest import select_wanted
-from data_setup.normalisation import plain_view
 from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer
@@ -46,7 +43,6 @@ from finetuning.features.probing import Readout, read_by_fold
 from finetuning.features.slices import SliceEncoder, image_encoder_of
 from finetuning.features.yardsticks import yardsticks
 from models.probes import intervals
-from models.probes.features import pool_tokens
 from models.probes.hidden import hidden_rows
 from models.probes.intervals import interval95, participant_draws
 from models.probes.tokens import (
@@ -182,25 +178,6 @@ def require_control(state: dict[str, Any], url: str, control: dict[str, Any], co
     for key, value in wanted.items():
         if seen[key] != value:
             raise UserError(f"{control_url}: {key}: expected {value} as in {url}, found {seen[key]}")
-
-
-@torch.no_grad()
-def token_features(
-    encoder: nn.Module, cfg: Config, store: PreparedStore, cohort: TruthCohort, runtime: Runtime
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std over valid tokens [n, 2E], and the features of the cohort's tokens [n, T, E]: one pass."""
-    encoder = encoder.to(runtime.device).eval()
-    pooled, dense, start = [], [], 0
-    batches = evaluation_batches(cfg, store, cohort.rows, EVALUATION_BATCH)
-    for batch in map(runtime.to_device, batches):
-        with runtime.autocast():
-            tokens_BNE = encoder(plain_view(batch)).float()
-        pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
-        tokens_BNE = tokens_BNE.cpu()
-        ids_BT = torch.from_numpy(cohort.tokens[start : start + len(tokens_BNE)].clip(min=0))
-        dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
-        start += len(tokens_BNE)
-    return torch.cat(pooled).numpy(), torch.cat(dense).numpy()
 
 
 def probe_occupancy(
@@ -371,7 +348,8 @@ def measure(
 
     for name, encoder in encoders.items():
         log.info("%s: features of %d volumes", name, len(cohort.rows))
-        answer_by(name, *token_features(encoder, cfg, store, cohort, runtime))
+        pooled, dense, _ = token_features(encoder, cfg, store, cohort.rows, cohort.tokens, runtime)
+        answer_by(name, pooled, dense)
     for row in yardsticks(cfg, store, cohort.rows, runtime, cohort.tokens, image):
         log.info("%s: features of %d volumes", row.label, len(cohort.rows))
         labels[row.name] = row.label

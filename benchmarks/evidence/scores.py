@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from sklearn.decomposition import PCA
 from torch import nn
 
 from benchmarks.evidence.cohorts import FOLDS, Truth, tokens_of_another_grid
-from data_setup.loader import evaluation_batches
-from data_setup.normalisation import plain_view
+from benchmarks.truth_tokens import token_features
 from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import device_features, raw_features
 from finetuning.features.probing import Readout
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import FoldFeatures, yardsticks
-from models.probes.features import pool_tokens, rankme
+from models.probes.features import rankme
 from models.probes.hidden import hidden_probe, hidden_rows
 from models.probes.intervals import balanced_accuracy_draws
 from models.probes.participants import Fold, Prediction, balanced_accuracy, logistic_probe
@@ -48,7 +46,6 @@ from models.probes.tokens import (
 )
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.indices import evenly_spaced
 from utils.runtime.open import open_runtime
 
 HIDDEN = "_hidden"
@@ -56,7 +53,6 @@ LINEAR_TASKS = ("classes", "thickness", "occupancy")
 TASKS = (*LINEAR_TASKS, *(f"{task}{HIDDEN}" for task in LINEAR_TASKS))
 PCA_COMPONENTS = 64
 RANKME_TOKENS = 4096
-BATCH = 16
 PREDICTION, ERRORS = ("participants", "labels", "scores"), ("participants", "first", "second", "error")
 Part = Prediction | Errors
 
@@ -161,7 +157,6 @@ def score(
     )
 
 
-@torch.no_grad()
 def encoder_features(
     encoder: nn.Module, cfg: Config, store: PreparedStore, truth: Truth, grid: tuple[int, int, int]
 ) -> tuple[np.ndarray, np.ndarray, float]:
@@ -169,23 +164,10 @@ def encoder_features(
 
     An encoder with another patch size lends each reference token the features of the token it lies in.
     """
-    runtime = open_runtime(cfg.train.use_bf16)
-    encoder = encoder.to(runtime.device).eval()
     there = tokens_of_another_grid(truth.tokens.clip(min=0), grid, cfg.grid)
-    pooled, dense, sample, start = [], [], [], 0
-    per_volume = -(-RANKME_TOKENS // len(truth.rows))
-    for batch in map(runtime.to_device, evaluation_batches(cfg, store, truth.rows, BATCH)):
-        with runtime.autocast():
-            tokens_BNE = encoder(plain_view(batch)).float()
-        pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
-        tokens_BNE = tokens_BNE.cpu()
-        ids_BT = torch.from_numpy(there[start : start + len(tokens_BNE)])
-        dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
-        for features, valid in zip(tokens_BNE, batch["context_valid"].cpu(), strict=True):
-            inside = features[valid > 0]
-            sample.append(inside[evenly_spaced(len(inside), per_volume)])
-        start += len(tokens_BNE)
-    return torch.cat(pooled).numpy(), torch.cat(dense).numpy(), rankme(torch.cat(sample))
+    runtime, sample = open_runtime(cfg.train.use_bf16), -(-RANKME_TOKENS // len(truth.rows))
+    pooled, dense, seen = token_features(encoder, cfg, store, truth.rows, there, runtime, sample)
+    return pooled, dense, rankme(seen)
 
 
 Baseline = tuple[str, FoldFeatures | None, FoldFeatures | None]

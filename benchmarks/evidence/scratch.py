@@ -21,6 +21,7 @@ from benchmarks.evidence.scores import HIDDEN, Part, Scores, join_predictions, m
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
+from finetuning.features.yardsticks import SmallCNN
 from models.optimizer import warmup_cosine
 from models.probes.features import pool_tokens
 from models.probes.participants import Fold, Prediction, balanced_accuracy, pooled_by_person
@@ -32,37 +33,10 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 EPOCHS, LEAST_STEPS, BATCH, CLIP = 10, 200, 8, 1.0  # few labels have more epochs: an update is one of 8
-WIDTH = 96  # of the CNN's tokens
 FLOOR = 1e-6
 Masks = tuple[np.ndarray, np.ndarray, np.ndarray]
 Outputs = tuple[Tensor, Tensor, Tensor]  # of Heads
 Moments = tuple[Tensor, Tensor]
-
-
-class SmallCNN(nn.Module):
-    """Convolutions and halvings down to the token grid: a volume [B, 1, D, H, W] -> tokens [B, N, WIDTH]."""
-
-    width = WIDTH
-
-    def __init__(self, patch: tuple[int, int, int]) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        left, channels = list(patch), 1
-        for out in (24, 48, WIDTH):
-            halved = [2 if size % 2 == 0 else 1 for size in left]
-            left = [size // by for size, by in zip(left, halved, strict=True)]
-            layers += [nn.Conv3d(channels, out, 3, padding=1), nn.GroupNorm(8, out), nn.GELU()]
-            layers.append(nn.AvgPool3d((halved[0], halved[1], halved[2])))
-            channels = out
-        layers += [
-            nn.AvgPool3d((left[0], left[1], left[2])),
-            nn.Conv3d(WIDTH, WIDTH, 3, padding=1),
-            nn.GELU(),
-        ]
-        self.layers = nn.Sequential(*layers, nn.Conv3d(WIDTH, WIDTH, 3, padding=1), nn.GELU())
-
-    def forward(self, view_BCDHW: Tensor) -> Tensor:
-        return self.layers(view_BCDHW).flatten(2).mT
 
 
 class Heads(nn.Module):
@@ -71,7 +45,7 @@ class Heads(nn.Module):
     def __init__(self, trunk: SmallCNN | VisionTransformer3D, classes: int, values: int, layers: int) -> None:
         super().__init__()
         self.trunk, width = trunk, trunk.width
-        self.classes, self.values = nn.Linear(2 * width, classes), nn.Linear(2 * width, values)
+        self.classes, self.values = nn.Linear(2 * width, classes), nn.Linear(2 * width, max(1, values))
         self.layers = nn.Linear(width, layers)
 
     def forward(self, view: Tensor, valid_BN: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -36,6 +36,12 @@ class Comparison:
     p: float
     p_holm: float
     could_have_shown: float
+    is_floor: bool  # p is the least that so many resamples can show
+
+    @property
+    def p_text(self) -> str:
+        """Holm's p; `<= 0.0120` at the floor, which is no measurement."""
+        return f"{'<= ' if self.is_floor else ''}{self.p_holm:.4f}"
 
     @property
     def shown(self) -> bool:
@@ -91,9 +97,12 @@ def compare(
         assert ci95 is not None
         smallest = could_have_shown(columns[column][one], columns[column][other], draws_S)
         value = values[column, one] - values[column, other]
-        raw.append((column, one, other, value, ci95, bootstrap_p(draws_S), smallest))
+        is_floor = not ((draws_S <= 0).any() and (draws_S >= 0).any())
+        raw.append((column, one, other, value, ci95, bootstrap_p(draws_S), smallest, is_floor))
     adjusted = holm([item[5] for item in raw])
-    return [Comparison(*item[:6], p_holm, item[6]) for item, p_holm in zip(raw, adjusted, strict=True)]
+    return [
+        Comparison(*item[:6], p_holm, item[6], item[7]) for item, p_holm in zip(raw, adjusted, strict=True)
+    ]
 
 
 def bootstrap_p(draws_S: np.ndarray) -> float:

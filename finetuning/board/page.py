@@ -184,7 +184,7 @@ def verdicts(board: Board, results: Results) -> list[str]:
         what = second if is_random else f"{second}, the best row without an encoder, {c.column}"
         lines.append(
             f"{first} - {what}: {with_interval(sign * c.value, ends, '+.3f')}, "
-            f"{_shown(c, board)} (p after Holm {c.p_holm:.4f}); "
+            f"{_shown(c, board)} (p after Holm {c.p_text}); "
             f"could have shown {c.could_have_shown:.3f}."
         )
     return lines
@@ -271,7 +271,7 @@ def _pair_table(board: Board, results: Results) -> Table:
             number(c.value, "+.3f"),
             interval(c.ci95, "+.3f"),
             number(c.p, ".4f"),
-            number(c.p_holm, ".4f"),
+            c.p_text,
             _shown(c, board),
             number(c.could_have_shown),
         ]

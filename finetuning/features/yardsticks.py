@@ -17,6 +17,7 @@ finetuning.compare; "gained by training" is said above the best of them alone.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
@@ -40,6 +41,7 @@ AVERAGED = (2, 8, 2)  # numbers along D, H, W that a patch is averaged down to, 
 NEIGHBOURS = 27
 WIDE = 1024  # features of the wider random row, or twice the encoder's width
 SEED = 0  # of W and b
+CNN_WIDTH = 96
 HALF_MAX = 65_504.0  # of float16
 FoldFeatures = Callable[[np.ndarray], np.ndarray]  # is-training bool [n] -> features
 
@@ -66,22 +68,13 @@ class Neighbourhoods:
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
         """Averaged patches float16 [n, N, v] (their voxels were 8 bits), and validity bool [n, N]."""
-        d, h, w = self.cfg.spatial.patch_size
-        ends = min(d, AVERAGED[0]), min(h, AVERAGED[1]), min(w, AVERAGED[2])
         parts, valid = [], []
         for batch in evaluation_batches(self.cfg, self.store, self.rows, EVALUATION_BATCH):
             batch = self.runtime.to_device(batch)
-            patches = patches_of(plain_view(batch)[:, 0], (d, h, w))
-            small = F.adaptive_avg_pool3d(rearrange(patches, "b n d h w -> (b n) 1 d h w"), ends)
-            kept = small.clamp(-HALF_MAX, HALF_MAX).half().cpu()
-            parts.append(rearrange(kept, "(b n) 1 d h w -> b n (d h w)", b=len(patches)))
+            small = averaged(plain_view(batch)[:, 0], self.cfg.spatial.patch_size)
+            parts.append(small.clamp(-HALF_MAX, HALF_MAX).half().cpu())
             valid.append(batch["context_valid"].cpu() > 0)
         return torch.cat(parts), torch.cat(valid)
-
-    @property
-    def valid(self) -> np.ndarray:
-        """Which tokens lie in the acquired field, bool [n, N]."""
-        return self._read[1].numpy()
 
     def mean(self, is_training: np.ndarray) -> Tensor:
         """Mean of the neighbourhoods of the training volumes' valid tokens [27 v]."""
@@ -110,24 +103,83 @@ class Neighbourhoods:
         ]
         return torch.cat(parts).numpy()
 
-    def grids(self, width: int | None, is_training: np.ndarray) -> Callable[[int], np.ndarray]:
-        """What gives the features of all tokens [N, F] of the volume at a place of `rows`."""
-        made = self._maker(width, is_training)
-        return lambda at: made(around(self._read[0][at : at + 1].float(), self.cfg.grid))[0].numpy()
-
     def _batches(self) -> list[tuple[slice, Tensor]]:
         patches = self._read[0]
         slices = [slice(a, a + EVALUATION_BATCH) for a in range(0, len(patches), EVALUATION_BATCH)]
         return [(some, patches[some].float()) for some in slices]
 
     def _maker(self, width: int | None, is_training: np.ndarray) -> Callable[[Tensor], Tensor]:
-        if width is None:
-            return lambda x: x
-        mean = self.mean(is_training)
-        generator = torch.Generator().manual_seed(SEED)
-        weight = torch.randn(len(mean), width, generator=generator) / len(mean) ** 0.5
-        bias = torch.rand(width, generator=generator) * 2 - 1 - mean @ weight
-        return lambda x: torch.relu_(x @ weight + bias)
+        mean = None if width is None else self.mean(is_training)
+        return LocalTokens(self.cfg, width, mean).features
+
+
+class LocalTokens(nn.Module):
+    """A yardstick in the place of an encoder: normalised volumes [B, 1, D, H, W] -> tokens [B, N, width]."""
+
+    mean: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, cfg: Config, width: int | None = None, mean: Tensor | None = None) -> None:
+        """`width`: of random ReLU features; None: the voxels. `mean` [27 v]: of the training volumes."""
+        super().__init__()
+        self.patch, self.grid, self.is_random = cfg.spatial.patch_size, cfg.grid, width is not None
+        numbers = NEIGHBOURS * math.prod(map(min, self.patch, AVERAGED))
+        self.width = numbers if width is None else width
+        self.register_buffer("mean", torch.zeros(numbers) if mean is None else mean)
+        if width is not None:
+            generator = torch.Generator().manual_seed(SEED)
+            weight = torch.randn(numbers, width, generator=generator) / numbers**0.5
+            self.register_buffer("weight", weight, persistent=False)
+            bias = torch.rand(width, generator=generator) * 2 - 1
+            self.register_buffer("bias", bias, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, view_BCDHW: Tensor) -> Tensor:
+        return self.features(around(averaged(view_BCDHW[:, 0], self.patch), self.grid))
+
+    def features(self, around_BNF: Tensor) -> Tensor:
+        """Of neighbourhoods that are made already."""
+        if not self.is_random:
+            return around_BNF
+        return torch.relu_(around_BNF @ self.weight + (self.bias - self.mean @ self.weight))
+
+
+class SmallCNN(nn.Module):
+    """Convolutions and halvings down to the token grid, to be trained from scratch: a volume
+    [B, 1, D, H, W] -> tokens [B, N, CNN_WIDTH].
+    """
+
+    width = CNN_WIDTH
+
+    def __init__(self, patch: tuple[int, int, int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        rest, channels = list(patch), 1
+        for out in (24, 48, CNN_WIDTH):
+            halved = [2 if size % 2 == 0 else 1 for size in rest]
+            rest = [size // by for size, by in zip(rest, halved, strict=True)]
+            layers += [nn.Conv3d(channels, out, 3, padding=1), nn.GroupNorm(8, out), nn.GELU()]
+            layers.append(nn.AvgPool3d((halved[0], halved[1], halved[2])))
+            channels = out
+        layers += [
+            nn.AvgPool3d((rest[0], rest[1], rest[2])),
+            nn.Conv3d(CNN_WIDTH, CNN_WIDTH, 3, padding=1),
+            nn.GELU(),
+        ]
+        self.layers = nn.Sequential(*layers, nn.Conv3d(CNN_WIDTH, CNN_WIDTH, 3, padding=1), nn.GELU())
+
+    def forward(self, view_BCDHW: Tensor) -> Tensor:
+        features: Tensor = self.layers(view_BCDHW)
+        return features.flatten(2).mT
+
+
+def averaged(volume_BDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """The voxels of every token, averaged down to at most 32 numbers [B, N, v]."""
+    patches = patches_of(volume_BDHW, patch)
+    ends = min(patch[0], AVERAGED[0]), min(patch[1], AVERAGED[1]), min(patch[2], AVERAGED[2])
+    small = F.adaptive_avg_pool3d(rearrange(patches, "b n d h w -> (b n) 1 d h w"), ends)
+    return rearrange(small, "(b n) 1 d h w -> b n (d h w)", b=len(patches))
 
 
 def patches_of(volume_BDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:

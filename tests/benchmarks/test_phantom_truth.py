@@ -314,7 +314,7 @@ def test_numbers_agree_with_the_evidence(world: Path, tmp_path: Path) -> None:
         cohort.layers, cohort.tokens, cohort.occupancy, fold,
     )  # fmt: skip
     encoder = random_encoder(cfg, 0)
-    pooled, dense = module.token_features(encoder, cfg, store, cohort, RUNTIME)
+    pooled, dense, _ = module.token_features(encoder, cfg, store, cohort.rows, cohort.tokens, RUNTIME)
     expected_pooled, expected_dense, _ = encoder_features(encoder, cfg, store, same, cfg.grid)
     np.testing.assert_allclose(pooled, expected_pooled, atol=1e-4)
     np.testing.assert_allclose(dense, expected_dense, atol=1e-4)

@@ -33,6 +33,7 @@ from finetuning.compare import parse
 from finetuning.features import probing
 from finetuning.features.probing import Features, Probed
 from finetuning.features.slices import SliceEncoder
+from finetuning.features.yardsticks import yardsticks
 from models.probes import hidden
 from models.probes.intervals import paired_difference
 from models.probes.participants import Prediction, fit_logistic
@@ -366,6 +367,11 @@ def test_pairs_are_those_of_the_probe_table() -> None:
     assert one.shown
     assert not pairs["x", "z"].shown
     assert one.p_holm >= one.p
+    # at the floor of the resamples the p is no measurement, and says so
+    assert one.p_text == f"<= {one.p_holm:.4f}" == "<= 0.0120"
+    assert pairs["x", "z"].p_text == f"{pairs['x', 'z'].p_holm:.4f}"
+    free = [(c.first, c.second) for c in compare({"linear": rows}, 500, 3, {"y", "z"})]
+    assert free == [("x", "y"), ("x", "z")]
     with pytest.raises(ValueError, match="units of all rows"):
         compare({"linear": rows | {"w": [units(labels[1:], labels[1:])]}}, 100, 0)
 
@@ -519,6 +525,39 @@ def test_a_2d_encoder_reads_every_bscan_of_the_field(world: Path, tmp_path: Path
     (tmp_path / "vit" / "preprocessor_config.json").unlink()
     with pytest.raises(UserError, match=r"found no preprocessor_config.json"):
         SliceEncoder(folder)
+
+
+def test_a_2d_encoder_gives_tokens_where_they_lie(tmp_path: Path) -> None:
+    """Each the mean over its B-scans; blocks are joined, and the image may have another size."""
+    folder, rng = image_encoder(tmp_path / "vit"), np.random.default_rng(0)
+    scans = torch.from_numpy(rng.integers(0, 255, (2, 1, 32, 32)).astype(np.uint8))
+    volume = torch.cat([scans[0].repeat(2, 1, 1), scans[0], scans[1]])[
+        None
+    ]  # its own size: nothing is resized
+    encoder, grid = SliceEncoder(folder), (2, 2, 2)
+    tokens = encoder.tokens(volume, grid, RUNTIME)
+    with torch.no_grad():
+        images = [(scan[None].float() / 255 - 0.5).expand(1, 3, -1, -1) / 0.5 for scan in scans]
+        first, second = (encoder.model(pixel_values=one).last_hidden_state[0, 1:] for one in images)
+    torch.testing.assert_close(tokens[0], torch.cat([first, (first + second) / 2]))
+    several = SliceEncoder(folder, size=64, blocks=(1, 1))
+    assert several.tokens(volume, grid, RUNTIME).shape == (1, 8, 32)
+    assert several.digest() != encoder.digest()
+    with pytest.raises(UserError, match="--image-blocks: expected blocks from 1 to 1, found 2"):
+        SliceEncoder(folder, blocks=(2,))
+
+
+def test_an_image_model_is_a_yardstick_of_tokens(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    encoder, tokens = SliceEncoder(image_encoder(tmp_path / "vit")), np.array([[0, 3, -1]])
+    row = yardsticks(cfg, store, np.array([4]), RUNTIME, tokens, encoder)[-1]
+    assert row.name == "slices"
+    assert row.tokens is not None
+    assert row.volumes is not None
+    whole = encoder.tokens(torch.from_numpy(store.read(4))[None], cfg.grid, RUNTIME).numpy()
+    np.testing.assert_allclose(row.tokens(np.array([True]))[0, :2], whole[0, [0, 3]], atol=1e-5)
+    assert row.volumes(np.array([True])).shape == (1, 32)
 
 
 def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) -> None:

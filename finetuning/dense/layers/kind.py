@@ -23,7 +23,7 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.cohort.source import Source
 from finetuning.dense.examined import Examined
 from finetuning.dense.head import LABELS as ARM_LABELS
-from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
+from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.kind import Content, Kind, Line
 from finetuning.dense.layers.decoder import surface_loss
 from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
@@ -172,6 +172,8 @@ def answer(examined: Examined[LayerVolumes]) -> Content:
         f"{LABELS[against]}."
     )
     gained, words = examined.gain(gain, LABELS[against], "boundary error saved in um", nothing)
+    saved = "boundary error saved in um"
+    free, above = examined.against_free(overall, -1, (*LOCAL, MEAN), saved)
     both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
     ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
     return {
@@ -180,7 +182,8 @@ def answer(examined: Examined[LayerVolumes]) -> Content:
         "layers": examined.by_name(layers, ("dice", "iou")),
         "etdrs": _agreement(by_eye(examined.lines), examined.arms),
         "difference": {"against": against, **gained, "ratio": ratio},
-        "verdict": words,
+        "against_free": free,
+        "verdict": words + above,
     }
 
 

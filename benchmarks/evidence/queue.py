@@ -23,14 +23,12 @@ from benchmarks.evidence.arms import (
     CONTROLS,
     RANDOM_ARM,
     REFERENCE,
-    SUPERVISED,
-    SUPERVISED_ARM,
+    SCRATCH_ARMS,
     TRAINED,
     Arm,
     arm_config,
     run_dir,
 )
-from benchmarks.evidence.supervised import has_truth
 from utils.config.load import changed_keys, config_of_yaml
 from utils.errors import UserError
 
@@ -45,7 +43,7 @@ RECIPE_KEYS = (
     "train.global_batch_size",
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-BASELINES, LAST_BASELINE = "baselines", "position"  # written in the order of baseline_features
+BASELINES, LAST_BASELINE = "baselines", "place"  # of what baseline_features gives
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,7 @@ class Plan:
     seeds: int
     steps: dict[str, int]  # arm -> steps
     extra: tuple[str, ...] = ()  # configuration changes for all arms
+    image: tuple[Any, ...] = ()  # of SliceEncoder: the image model among the baselines, if one is asked for
 
     def save(self) -> None:
         """Write plan.json, keeping its arms; raises UserError if runs were made under another plan."""
@@ -65,6 +64,7 @@ class Plan:
             "seeds": self.seeds,
             "steps": self.steps,
             "extra": list(self.extra),
+            "image": list(self.image),
         }
         path = self.root / "plan.json"
         if path.exists() and (self.root / "runs").exists():
@@ -90,7 +90,8 @@ class Plan:
         if not path.exists():
             raise UserError(f"{path}: expected the plan of a run, found none; run `evidence run` first")
         content = json.loads(path.read_text())
-        return cls(root, content["budget_s"], content["seeds"], content["steps"], tuple(content["extra"]))
+        extra, image = tuple(content["extra"]), tuple(content.get("image", ()))
+        return cls(root, content["budget_s"], content["seeds"], content["steps"], extra, image)
 
 
 def pin(core: int) -> None:
@@ -116,6 +117,7 @@ class Job:
     seed: int
     folder: Path  # of its scores
     verbs: tuple[str, ...] = ("train", "score")
+    needs: tuple[str, ...] = (LAST_BASELINE,)  # baselines without which their job is not done
 
     @property
     def name(self) -> str:
@@ -125,8 +127,8 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether it is scored; the next call tries failed jobs again."""
-        folder = self.folder / LAST_BASELINE if self.arm is None else self.folder
-        return (folder / "scores.json").exists()
+        folders = [self.folder / name for name in self.needs] if self.arm is None else [self.folder]
+        return all((folder / "scores.json").exists() for folder in folders)
 
     def commands(self, plan: Plan) -> list[list[str]]:
         """Train, where there is something to train, then score."""
@@ -139,14 +141,14 @@ class Job:
 
 
 def jobs_of(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
-    """Baselines, random initialisation and the ceiling first, then one seed of every arm after another.
+    """Baselines, random initialisation and what is trained on labels alone first, then one seed of every arm
+    after another.
 
-    `only`: these arms and own controls, and those that every claim refers to; the ceiling where it is named.
+    `only`: these arms and own controls, and those that every claim refers to.
     """
-    jobs = [Job(None, 0, plan.root / BASELINES)]
-    first = [RANDOM_ARM]
-    if has_truth(plan.root) and (only is None or SUPERVISED in only):
-        first.append(SUPERVISED_ARM)
+    needs = (*(["slices"] if plan.image else []), LAST_BASELINE)
+    jobs = [Job(None, 0, plan.root / BASELINES, needs=needs)]
+    first = [RANDOM_ARM, *(arm for arm in SCRATCH_ARMS if only is None or arm.name in only)]
     jobs += [Job(arm, s, run_dir(plan.root, arm, s)) for arm in first for s in range(plan.seeds)]
     arms = ARMS if only is None else [a for a in TRAINED if a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]

@@ -58,7 +58,7 @@ from utils.help_pages import Parser
 
 def scorer_of(plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: int) -> Scorer:
     """What scores a row, a baseline among them, with the labels of a truth of the same volumes and tokens."""
-    reference = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], plan.root, plan.extra)
+    reference = plan.config(REFERENCE)
     baselines = baselines_of(plan, store, truth) if (plan.root / BASELINES / name).exists() else {}
     if name in baselines:
         _, pooled_of, dense_of = baselines[name]
@@ -71,25 +71,22 @@ def scorer_of(plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: i
 
 def baselines_of(plan: Plan, store: PreparedStore, truth: Truth) -> dict[str, Baseline]:
     """The rows without an encoder, the image model of the plan among them."""
-    reference = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], plan.root, plan.extra)
     image = SliceEncoder(*plan.image) if plan.image else None
-    return baseline_features(reference, store, truth, image)
+    return baseline_features(plan.config(REFERENCE), store, truth, image)
 
 
 def features_of(
     plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Pooled and token features of a run, or of a random initialisation, and their RankMe."""
-    arm, root = arm_by_name(name), plan.root
-    steps = plan.steps[name] if arm.is_trained else 0
-    grid = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], root, plan.extra).grid
-    cfg = arm_config(arm, seed, max(steps, 1), root, plan.extra)
+    arm, cfg = arm_by_name(name), plan.config(name, seed)
     if arm.is_trained:
-        url = storage.join(str(run_dir(root, arm, seed)), "checkpoints", f"step_{steps:08d}.pt")
+        checkpoint = f"step_{plan.steps[name]:08d}.pt"
+        url = storage.join(str(run_dir(plan.root, arm, seed)), "checkpoints", checkpoint)
         encoder = pretrained_encoder(cfg, load_checkpoint(url), url)
     else:
         encoder = random_encoder(cfg, seed)
-    return encoder_features(encoder, cfg, store, truth, grid)
+    return encoder_features(encoder, cfg, store, truth, plan.config(REFERENCE).grid)
 
 
 def score_one(root: Path, name: str, seed: int) -> None:
@@ -99,7 +96,7 @@ def score_one(root: Path, name: str, seed: int) -> None:
     torch.set_num_threads(1)
     plan = Plan.load(root)
     truth, store = read_truth(root), PreparedStore.open(str(root / "evaluation_store"))
-    grid = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], root, plan.extra).grid
+    grid = plan.config(REFERENCE).grid
     if name == BASELINES:
         for number, (baseline, row) in enumerate(baselines_of(plan, store, truth).items()):
             facts = {"name": baseline, "label": row[0], "number": number}
@@ -111,7 +108,7 @@ def score_one(root: Path, name: str, seed: int) -> None:
         return save_scores(folder, scorer_of(plan, store, truth, name, seed)(truth), facts)
     pooled, dense, rank = features_of(plan, store, truth, name, seed)
     if arm.is_trained:
-        facts |= training_facts(folder, arm_config(arm, seed, plan.steps[name], root, plan.extra))
+        facts |= training_facts(folder, plan.config(name, seed))
     scores = score(truth, lambda _: pooled, lambda _: dense, grid)
     save_scores(folder, scores, facts | {"rankme": rank})
 
@@ -136,7 +133,7 @@ def train_one(root: Path, name: str, seed: int) -> int:
     rows.VAL_FRACTION = 0.05  # validation is for the run's log; nothing is chosen by it
     if arm.patch is not None:
         PATCHES[arm.patch]()
-    return train(arm_config(arm, seed, plan.steps[name], root, plan.extra))
+    return train(plan.config(name, seed))
 
 
 def run(root: Path, args: argparse.Namespace) -> None:

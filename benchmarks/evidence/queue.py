@@ -26,10 +26,12 @@ from benchmarks.evidence.arms import (
     SCRATCH_ARMS,
     TRAINED,
     Arm,
+    arm_by_name,
     arm_config,
     run_dir,
 )
 from utils.config.load import changed_keys, config_of_yaml
+from utils.config.schema import Config
 from utils.errors import UserError
 
 POLL_SECONDS = 0.2
@@ -92,6 +94,11 @@ class Plan:
         content = json.loads(path.read_text())
         extra, image = tuple(content["extra"]), tuple(content.get("image", ()))
         return cls(root, content["budget_s"], content["seeds"], content["steps"], extra, image)
+
+    def config(self, name: str, seed: int = 0) -> Config:
+        """The configuration of a run of an arm; of what is not trained, with one step."""
+        arm = arm_by_name(name)
+        return arm_config(arm, seed, self.steps[name] if arm.is_trained else 1, self.root, self.extra)
 
 
 def pin(core: int) -> None:
@@ -228,8 +235,7 @@ def refuse_another_recipe(job: Job, plan: Plan) -> None:
     if job.arm is None or not job.arm.is_trained or not path.exists():
         return
     trained = config_of_yaml(path.read_text(), str(path))
-    arm = arm_config(job.arm, job.seed, plan.steps[job.arm.name], plan.root, plan.extra)
-    for key, had, expected in changed_keys(trained, arm):
+    for key, had, expected in changed_keys(trained, plan.config(job.arm.name, job.seed)):
         if key.startswith(RECIPE_KEYS):
             raise UserError(
                 f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {had}; "

@@ -21,11 +21,6 @@ def describe() -> str:
     return f"{names[0] if names else model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Shortest of `repeats` runs after two to warm up."""
-    return min(_times(work, repeats))
-
-
 def matmul_peak(dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]] = ()) -> float:
     """Rate in FLOP/s that this machine keeps up over half a second of matrix products [m, k] x [k, n]: the
     median of the best of 2048^3 and `shapes`.
@@ -34,12 +29,13 @@ def matmul_peak(dtype: torch.dtype, shapes: Sequence[tuple[int, int, int]] = ())
     for m, k, n in ((2048, 2048, 2048), *shapes):
         a, b = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
         product = partial(F.linear, a, b)
-        taken = _times(product, max(5, round(0.5 / seconds(product, 1))))
+        taken = _times(product, max(5, round(0.5 / min(_times(product, 1)))))
         best = max(best, 2 * m * k * n / median(taken))
     return best
 
 
 def _times(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` runs, after two to warm up."""
     taken = []
     for _ in range(repeats + 2):
         start = time.perf_counter()

@@ -30,6 +30,7 @@ from sklearn.preprocessing import StandardScaler
 from data_setup.phantom.cli import write_tree
 from data_setup.protocols import protocol_of_path
 from data_setup.readers.dicom import read_volume
+from models.probes.tokens import less_protocol_mean
 from utils.cli import number_from, run_cli
 from utils.errors import UserError
 from utils.help_pages import Parser
@@ -88,16 +89,6 @@ def load(root: Path) -> tuple[pd.DataFrame, dict[str, np.ndarray], np.ndarray]:
     return rows, features, people.study_group[rows.person_id].to_numpy()
 
 
-def centre_by_protocol(features: np.ndarray, protocols: np.ndarray, training: np.ndarray) -> np.ndarray:
-    """Subtract each protocol's mean over the training volumes (scans of macula and disc differ)."""
-    centred = features.astype(np.float64)
-    for protocol in np.unique(protocols):
-        of_protocol = protocols == protocol
-        reference = of_protocol & training if (of_protocol & training).any() else training
-        centred[of_protocol] -= features[reference].mean(axis=0)
-    return centred
-
-
 def classifier(seed: int) -> GridSearchCV:
     """Standardised logistic regression, C chosen by inner 4-fold cross-validation."""
     steps: Pipeline = make_pipeline(
@@ -119,7 +110,7 @@ def pooled(features: np.ndarray, persons: np.ndarray, order: np.ndarray) -> np.n
 def measure(root: Path, seed: int, repeats: int = 3) -> dict[str, dict[str, float]]:
     """Balanced accuracy (mean over `repeats` 5-fold splits, and their spread) of every reference."""
     rows, features, labels = load(root)
-    persons = rows.person_id.to_numpy()
+    persons, protocol = rows.person_id.to_numpy(), rows.protocol.to_numpy()
     order, first = np.unique(persons, return_index=True)
     target = labels[first]
     results = {}
@@ -137,9 +128,9 @@ def measure(root: Path, seed: int, repeats: int = 3) -> dict[str, dict[str, floa
                     flat = values / np.maximum(values.std(axis=1, keepdims=True), 1e-6)
                     components = min(NUM_COMPONENTS, int(training.sum()) - 1)
                     pca = PCA(components, svd_solver="randomized", random_state=0).fit(flat[training])
-                    inputs = centre_by_protocol(pca.transform(flat), rows.protocol.to_numpy(), training)
+                    inputs = less_protocol_mean(pca.transform(flat), protocol, training)
                 else:
-                    inputs = centre_by_protocol(values, rows.protocol.to_numpy(), training)
+                    inputs = less_protocol_mean(values, protocol, training)
                 inputs = pooled(inputs, persons, order)
                 model = classifier(seed).fit(inputs[train], target[train])
                 predicted[test] = model.predict(inputs[test])

@@ -8,11 +8,12 @@ tree. Out: `${run.dir}/truth.json` and a printed table. Two questions, of many a
   occupancy  which share of a token each layer takes: from the token's features and its place
   thickness  each layer's mean thickness in a volume, less what is usual for its protocol: from mean and std
              of the volume's features
-The protocol is that of models.probes.tokens: ridge regression, fitted on some volumes of split train, its
-penalty chosen on some of split val, R2 of the participants of split test. Pre-training is compared with the
-weights that it began with and with the control: only what is above both was gained by training. Participants
-that either checkpoint saw are an error. Each answer is a look at split test: a line of the store's ledger
-(finetuning.cohort.ledger).
+The protocol is that of models.probes.tokens and hidden: two readouts, ridge regression and one hidden layer,
+fitted on some volumes of split train, penalty and step chosen on some of split val, R2 of the participants of
+split test. Pre-training is compared with the weights that it began with, with the control, and with rows that
+have no encoder (finetuning.features.yardsticks): only what is above the first two and the best of the others
+was gained by training. Participants that either checkpoint saw are an error. Each answer is a look at split
+test: a line of the store's ledger (finetuning.cohort.ledger).
 """
 
 from __future__ import annotations
@@ -25,13 +26,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
-from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
-from data_setup.loader import EVALUATION_BATCH, evaluation_batches, start_early
+from benchmarks.truth_tokens import layer_occupancy, sample_tokens, token_features, valid_tokens
+from data_setup.loader import start_early
 from data_setup.manifest import select_wanted
-from data_setup.normalisation import plain_view
 from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer
@@ -41,20 +39,24 @@ from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit
 from finetuning.cohort.source import find_checkpoint as find_in_run
 from finetuning.features.pooled import pretrained_encoder, random_encoder
-from finetuning.features.probing import ridge_by_fold
+from finetuning.features.probing import Readout, read_by_fold
+from finetuning.features.slices import SliceEncoder, image_encoder_of
+from finetuning.features.yardsticks import yardsticks
 from models.probes import intervals
-from models.probes.features import pool_tokens
+from models.probes.hidden import hidden_rows
 from models.probes.intervals import doubt, interval95, participant_draws, side
 from models.probes.tokens import (
     DensePrediction,
+    Errors,
     less_protocol_mean,
     mean_r2,
     mean_r2_draws,
     position_columns,
     r2_parts,
+    ridge_rows,
 )
 from utils.checkpoint import load_checkpoint
-from utils.cli import parse_cli, run_cli
+from utils.cli import add_image_arguments, parse_cli, run_cli
 from utils.config.load import config_of_yaml, flatten
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -65,11 +67,12 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 from utils.tables import terminal
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # volumes of split train that are fitted on, and of split val: three encoders read them in half a minute
 TRAIN_VOLUMES, VAL_VOLUMES = 96, 32
 MIN_PARTICIPANTS = 2  # in each fold
 PRETRAINED, RANDOM, CONTROL = "pretrained", "random_init", "control"
+READOUTS: dict[str, Readout] = {"linear": ridge_rows, "hidden": hidden_rows}
 QUESTIONS = {"occupancy": "layer occupancy of a token", "thickness": "layer thickness of a volume"}
 # the control is the same run but for its length and where it stands
 SHARED = ("seed", "augment.", "spatial.", "model.size", "method.", "optim.", "train.global_batch_size")
@@ -179,81 +182,105 @@ def require_control(state: dict[str, Any], url: str, control: dict[str, Any], co
             raise UserError(f"{control_url}: {key}: expected {value} as in {url}, found {seen[key]}")
 
 
-@torch.no_grad()
-def token_features(
-    encoder: nn.Module, cfg: Config, store: PreparedStore, cohort: TruthCohort, runtime: Runtime
-) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std over valid tokens [n, 2E], and the features of the cohort's tokens [n, T, E]: one pass."""
-    encoder = encoder.to(runtime.device).eval()
-    pooled, dense, start = [], [], 0
-    batches = evaluation_batches(cfg, store, cohort.rows, EVALUATION_BATCH)
-    for batch in map(runtime.to_device, batches):
-        with runtime.autocast():
-            tokens_BNE = encoder(plain_view(batch)).float()
-        pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
-        tokens_BNE = tokens_BNE.cpu()
-        ids_BT = torch.from_numpy(cohort.tokens[start : start + len(tokens_BNE)].clip(min=0))
-        dense.append(tokens_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, tokens_BNE.shape[-1])))
-        start += len(tokens_BNE)
-    return torch.cat(pooled).numpy(), torch.cat(dense).numpy()
-
-
 def probe_occupancy(
-    cohort: TruthCohort, dense_nTE: np.ndarray, grid: tuple[int, int, int]
+    cohort: TruthCohort, dense_nTE: np.ndarray, grid: tuple[int, int, int], readout: Readout = ridge_rows
 ) -> DensePrediction:
     """Layer occupancy of split test's tokens from their features and their place."""
     used = cohort.is_token
     x = np.concatenate([dense_nTE[used], position_columns(cohort.tokens[used], grid)], axis=1)
     y = cohort.occupancy[used]
     volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
-    return ridge_by_fold(x, y, cohort.person[volume], cohort.fold[volume])
+    return read_by_fold(x, y, cohort.person[volume], cohort.fold[volume], readout)
 
 
-def probe_thickness(cohort: TruthCohort, pooled_nF: np.ndarray) -> DensePrediction:
+def probe_thickness(
+    cohort: TruthCohort, pooled_nF: np.ndarray, readout: Readout = ridge_rows
+) -> DensePrediction:
     """Layer thickness of split test's volumes, relative to the training volumes of their protocol."""
     y = less_protocol_mean(cohort.thickness_um, cohort.protocol, cohort.fold == TRAIN)
-    return ridge_by_fold(pooled_nF, y, cohort.person, cohort.fold)
+    return read_by_fold(pooled_nF, y, cohort.person, cohort.fold, readout)
 
 
-def compare(name: str, predictions: dict[str, DensePrediction], draws_SP: np.ndarray) -> dict[str, Any]:
-    """One question as truth.json holds it: a row for each encoder, and pre-training less each of the others.
+def compare(
+    name: str,
+    predictions: dict[str, dict[str, DensePrediction]],
+    draws_SP: np.ndarray,
+    labels: dict[str, str],
+) -> dict[str, Any]:
+    """One question as truth.json holds it: a row for each arm, and pre-training less each of the others; the
+    second readout stands below `hidden`.
 
-    `predictions` has PRETRAINED first, `draws_SP` the same resamples of participants for all.
+    `predictions`: arm -> readout -> what it predicts, PRETRAINED first; `draws_SP`: the same resamples of
+    participants for all. `compared`: the arms that the verdict is about, for each readout; the last is the
+    best row without an encoder, by its score on split test, which favours that row.
     """
-    draws = {arm: mean_r2_draws(p.errors, draws_SP) for arm, p in predictions.items()}
-    rows = [
-        {
-            "name": arm,
-            "r2": mean_r2(p.errors),
-            "ci95": list(interval95(draws[arm])),
-            "val_r2": p.val_score,
-            "chosen_c": p.chosen_c,
+    scored = {arm: {r: _scored(p, draws_SP) for r, p in of.items()} for arm, of in predictions.items()}
+    compared, differences = {}, {}
+    for readout in READOUTS:
+        first = predictions[PRETRAINED][readout].errors
+        differences[readout] = {
+            arm: _difference(first, of[readout].errors, draws_SP)
+            for arm, of in predictions.items()
+            if arm != PRETRAINED
         }
-        for arm, p in predictions.items()
-    ]
-    differences: dict[str, dict[str, Any]] = {}
-    for arm, p in predictions.items():
-        if arm != PRETRAINED:
-            ours, ci95 = predictions[PRETRAINED].errors, list(interval95(draws[PRETRAINED] - draws[arm]))
-            unclear = doubt(ci95, [draws_SP.shape[1]], r2_parts(ours) - r2_parts(p.errors))
-            mean = mean_r2(ours) - mean_r2(p.errors)
-            differences[arm] = {"mean": mean, "ci95": ci95, "doubt": unclear}
-    return {"name": name, "rows": rows, "differences": differences, "verdict": verdict(name, differences)}
+        free = [arm for arm in scored if arm not in (PRETRAINED, RANDOM, CONTROL)]
+        best = sorted(free, key=lambda arm: scored[arm][readout]["r2"])[-1:]
+        compared[readout] = [RANDOM, CONTROL, *best]
+    return {
+        "name": name,
+        "rows": [{"name": arm, **of["linear"], "hidden": of["hidden"]} for arm, of in scored.items()],
+        "differences": differences["linear"],
+        "hidden": {"differences": differences["hidden"]},
+        "compared": compared,
+        "verdict": verdict(name, differences, compared, labels),
+    }
 
 
-def verdict(name: str, differences: dict[str, dict[str, Any]]) -> str:
-    """The sentence that the paired intervals allow, whichever side they favour."""
-    words = {RANDOM: "random initialisation", CONTROL: "the control"}
-    better, worse, level = (
-        [words[arm] for arm, d in differences.items() if side(d["ci95"], d["doubt"]) == sign]
-        for sign in (1, -1, 0)
-    )
-    texts = {"better than": better, "worse than": worse, "not shown to differ from": level}
-    parts = [f"{text} {' and '.join(arms)}" for text, arms in texts.items() if arms]
-    gained = "gained by training" if not (worse or level) else "no gain shown"
-    doubts = sorted({d["doubt"] for d in differences.values()} - {""})
-    because = f" Cannot say, because {'; '.join(doubts)}." if doubts else ""
-    return f"{QUESTIONS[name].capitalize()}: {gained}. Pre-training is {', '.join(parts)}.{because}"
+def _scored(prediction: DensePrediction, draws_SP: np.ndarray) -> dict[str, Any]:
+    """Of a row by one readout."""
+    return {
+        "r2": mean_r2(prediction.errors),
+        "ci95": list(interval95(mean_r2_draws(prediction.errors, draws_SP))),
+        "val_r2": prediction.val_score,
+        "chosen_c": prediction.chosen_c,
+    }
+
+
+def _difference(first: Errors, second: Errors, draws_SP: np.ndarray) -> dict[str, Any]:
+    """First less second, its interval, and the doubt of models.probes.intervals."""
+    ci95 = list(interval95(mean_r2_draws(first, draws_SP) - mean_r2_draws(second, draws_SP)))
+    unclear = doubt(ci95, [draws_SP.shape[1]], r2_parts(first) - r2_parts(second))
+    return {"mean": mean_r2(first) - mean_r2(second), "ci95": ci95, "doubt": unclear}
+
+
+def verdict(
+    name: str,
+    differences: dict[str, dict[str, dict[str, Any]]],
+    compared: dict[str, list[str]],
+    labels: dict[str, str],
+) -> str:
+    """The sentences that the paired intervals allow, a readout each, whichever side they favour."""
+    labels = labels | {RANDOM: "random initialisation", CONTROL: "the control"}
+    words = {"linear": QUESTIONS[name].capitalize(), "hidden": "With one hidden layer"}
+    sentences = []
+    for readout, arms in compared.items():
+        apart = {arm: differences[readout][arm] for arm in arms}
+        better, worse, level = (
+            [labels[arm] for arm, d in apart.items() if side(d["ci95"], d["doubt"]) == sign]
+            for sign in (1, -1, 0)
+        )
+        texts = {"better than": better, "worse than": worse, "not shown to differ from": level}
+        parts = [f"{text} {_and(names)}" for text, names in texts.items() if names]
+        gained = "gained by training" if not (worse or level) else "no gain shown"
+        sentences.append(f"{words[readout]}: {gained}. Pre-training is {', '.join(parts)}.")
+        if doubts := sorted({d["doubt"] for d in apart.values()} - {""}):
+            sentences.append(f"Cannot say, because {'; '.join(doubts)}.")
+    return " ".join(sentences)
+
+
+def _and(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def answer_of(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> Answer:
@@ -277,7 +304,9 @@ def _look(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Seq
     return look_at(store, [asked], " ".join(checksums), [FORMAT_VERSION, *_protocol(cfg)], what)
 
 
-def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]:
+def measure(
+    cfg: Config, control_place: str, runtime: Runtime, image: SliceEncoder | None = None
+) -> dict[str, Any]:
     """The content of truth.json; an existing file of the same checkpoints and volumes is reused."""
     start_early(cfg.data)
     options = cfg.data.storage_options
@@ -289,7 +318,7 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
     for part, place in ((state, url), (control, control_url)):
         check_fit(cfg, store, part, place)
         require_unseen(cohort, part, place)
-    checksums = [state["checksum"], control["checksum"]]
+    checksums = [state["checksum"], control["checksum"], *([image.digest()] if image else [])]
     answer = answer_of(cfg, store, cohort, checksums)
     if (known := answer.known()) is not None:
         return known
@@ -303,12 +332,31 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         CONTROL: pretrained_encoder(cfg, control, control_url),
     }
     look = _look(cfg, store, cohort, checksums)
-    occupancy, thickness = {}, {}
+    occupancy: dict[str, dict[str, DensePrediction]] = {}
+    thickness: dict[str, dict[str, DensePrediction]] = {}
+    labels = {
+        PRETRAINED: "pre-trained encoder (EMA target)",
+        RANDOM: f"random initialisation (seed {cfg.seed}, where it began)",
+        CONTROL: f"the same run after {control['step']} steps (control)",
+    }
+    is_train = cohort.fold == TRAIN
+
+    def answer_by(name: str, pooled: np.ndarray | None, dense: np.ndarray | None) -> None:
+        for readout, read in READOUTS.items():
+            if dense is not None:
+                predicted = probe_occupancy(cohort, dense, cfg.grid, read)
+                occupancy.setdefault(name, {})[readout] = predicted
+            if pooled is not None:
+                thickness.setdefault(name, {})[readout] = probe_thickness(cohort, pooled, read)
+
     for name, encoder in encoders.items():
         log.info("%s: features of %d volumes", name, len(cohort.rows))
-        pooled, dense = token_features(encoder, cfg, store, cohort, runtime)
-        occupancy[name] = probe_occupancy(cohort, dense, cfg.grid)
-        thickness[name] = probe_thickness(cohort, pooled)
+        pooled, dense, _ = token_features(encoder, cfg, store, cohort.rows, cohort.tokens, runtime)
+        answer_by(name, pooled, dense)
+    for row in yardsticks(cfg, store, cohort.rows, runtime, cohort.tokens, image):
+        log.info("%s: features of %d volumes", row.label, len(cohort.rows))
+        labels[row.name] = row.label
+        answer_by(row.name, *(of and of(is_train) for of in (row.volumes, row.tokens)))
     result = {
         "format_version": FORMAT_VERSION,
         "checkpoint": url,
@@ -317,11 +365,7 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         "control": control_url,
         "control_sha256": control["checksum"],
         "control_step": control["step"],
-        "labels": {
-            PRETRAINED: "pre-trained encoder (EMA target)",
-            RANDOM: f"random initialisation (seed {cfg.seed}, where it began)",
-            CONTROL: f"the same run after {control['step']} steps (control)",
-        },
+        "labels": labels,
         "look": look,
         "n_participants": people,
         "n_volumes": int(is_evaluated.sum()),
@@ -329,7 +373,10 @@ def measure(cfg: Config, control_place: str, runtime: Runtime) -> dict[str, Any]
         "n_volumes_train": int((cohort.fold == TRAIN).sum()),
         "n_volumes_val": int((cohort.fold == VAL).sum()),
         "layers": list(cohort.layers),
-        "questions": [compare("occupancy", occupancy, draws), compare("thickness", thickness, draws)],
+        "questions": [
+            compare(question, predictions, draws, labels)
+            for question, predictions in (("occupancy", occupancy), ("thickness", thickness))
+        ],
     }
     return answer.write(result)
 
@@ -348,13 +395,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN_OR_FILE",
         help="a checkpoint of the same configuration after a few steps, or its run's folder",
     )
+    add_image_arguments(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the checkpoint of a configuration with its control and print the tables."""
     cfg, args = parse_cli("benchmarks.phantom_truth", __doc__ or "", argv, _add_arguments)
     setup_logging()
-    print(format_table(measure(cfg, args.control, open_runtime(cfg.train.use_bf16))))
+    runtime = open_runtime(cfg.train.use_bf16)
+    print(format_table(measure(cfg, args.control, runtime, image_encoder_of(args))))
 
 
 if __name__ == "__main__":

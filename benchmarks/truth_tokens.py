@@ -16,11 +16,19 @@ import numpy as np
 import pandas as pd
 import torch
 from einops import reduce
+from torch import nn
 
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches
+from data_setup.normalisation import plain_view
 from data_setup.resample import resample_frames
+from data_setup.store.reader import PreparedStore
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
-from utils.config.schema import SpatialConfig
+from finetuning.features.yardsticks import take
+from models.probes.features import pool_tokens
+from utils.config.schema import Config, SpatialConfig
+from utils.indices import evenly_spaced
+from utils.runtime.single import Runtime
 
 TOKENS_PER_VOLUME = 96
 
@@ -79,6 +87,34 @@ def valid_tokens(record: pd.Series, spatial: SpatialConfig) -> np.ndarray:
     box = torch.tensor([[float(record[f"valid_{a}{i}"]) for a in "dhw" for i in "01"]])
     matrix = torch.from_numpy(identity_matrix())[None]
     return token_valid(matrix, box, grid_of(spatial), spatial.patch_size)[0].numpy()
+
+
+@torch.no_grad()
+def token_features(
+    encoder: nn.Module,
+    cfg: Config,
+    store: PreparedStore,
+    rows: np.ndarray,
+    tokens_nT: np.ndarray,
+    runtime: Runtime,
+    sample: int = 0,
+) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    """Mean and std over valid tokens [n, 2E], features of chosen tokens [n, T, E] (of token 0 for -1), and
+    `sample` valid tokens of each volume: one pass.
+    """
+    encoder = encoder.to(runtime.device).eval()
+    pooled, dense, seen, start = [], [], [], 0
+    for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, EVALUATION_BATCH)):
+        with runtime.autocast():
+            tokens_BNE = encoder(plain_view(batch)).float()
+        pooled.append(pool_tokens(tokens_BNE, batch["context_valid"]).cpu())
+        tokens_BNE = tokens_BNE.cpu()
+        dense.append(take(tokens_BNE, tokens_nT[start : start + len(tokens_BNE)]))
+        start += len(tokens_BNE)
+        for features, valid in zip(tokens_BNE, batch["context_valid"].cpu(), strict=True):
+            inside = features[valid > 0]
+            seen.append(inside[evenly_spaced(len(inside), sample)] if sample else inside[:0])
+    return torch.cat(pooled).numpy(), torch.cat(dense).numpy(), torch.cat(seen)
 
 
 def grid_of(spatial: SpatialConfig) -> tuple[int, int, int]:

@@ -8,10 +8,11 @@ made of, so the same command again computes only what is missing.
 
 Every row has the same splits, units, low-shot draws and probe. Rows: each checkpoint; random initialisation
 of the same architecture, the seed that is best on validation (in crossfit in each fold its own); a control
-(`--control`); a 2D image encoder (`--image-encoder`); three baselines without an encoder. The order is that
-of validation (in crossfit by name); the evaluated split stands beside it. Differences of all pairs are
-corrected together (Holm). A command that computes an answer looks at the evaluated split: the ledger of the
-store gets a line (finetuning.cohort.ledger).
+(`--control`); a 2D image encoder (`--image-encoder`); baselines without an encoder, of which
+finetuning.features.yardsticks makes the strong ones. Each has two readouts, `linear` and `hidden` (one hidden
+layer). The order is that of validation (in crossfit by name); the evaluated split stands beside it.
+Differences of all pairs with an encoder in them are corrected together (Holm). A command that computes an
+answer looks at the evaluated split: the ledger of the store gets a line (finetuning.cohort.ledger).
 
 Keys that matter: run.dir, task.label_column, eval.split, eval.protocol
 """
@@ -22,7 +23,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from utils.cli import parse_words, run_cli
+from utils.cli import add_image_arguments, parse_words, run_cli
 from utils.errors import UserError
 from utils.log import setup_logging
 
@@ -42,7 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(
             "--supervised", action="store_true", help="train random initialisation with labels alone"
         )
-        parser.add_argument("--image-encoder", metavar="FOLDER", help="a local Hugging Face image encoder")
+        add_image_arguments(parser)
         parser.add_argument(
             "--columns",
             default=",".join(EXTRA_COLUMNS[:2]),
@@ -68,13 +69,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # here: torch and scikit-learn take seconds to import, and a wrong command line is refused without them
     from finetuning.board.leaderboard import Words, leaderboard
     from finetuning.board.page import write_pages
+    from finetuning.features.slices import image_encoder_of
 
     words = Words(
         args.config,
         tuple(args.overrides),
         tuple(args.checkpoints),
         args.control,
-        args.image_encoder,
+        image_encoder_of(args),
         args.supervised,
         tuple(args.columns),
     )

@@ -85,6 +85,15 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_image_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--image-encoder` and what is asked of it."""
+    parser.add_argument("--image-encoder", metavar="FOLDER", help="a local Hugging Face image encoder")
+    parser.add_argument("--image-size", type=int, help="of the square image it is given; default: its own")
+    parser.add_argument(
+        "--image-blocks", default="", metavar="6,9,12", help="its blocks that are joined; default: the last"
+    )
+
+
 def output_file(text: str) -> Path:
     """For argparse: a file that will be written after long work, so its folder must be there now."""
     path = Path(text)

@@ -4,7 +4,7 @@
     python -m benchmarks.evidence calibrate               seconds per step of every arm, on a quiet machine
     python -m benchmarks.evidence run --budget 300        arms x seeds, each trained and scored
     python -m benchmarks.evidence table                   results.md and table.json below --root
-    python -m benchmarks.evidence compute --budgets 37.5,150,600   do the differences grow with compute?
+    python -m benchmarks.evidence curves                  the same rows with few labelled people: curves.md
     python -m benchmarks.evidence real --data FOLDER      the same on real eyes with layer masks: real.py
 
 Everything lives below --root. Every command resumes, and Ctrl-C is safe.
@@ -17,68 +17,114 @@ import json
 import math
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.evidence.arms import (
     CONFIG,
     CONTROLS,
-    MISMATCHED,
-    PENALTY_ONLY,
     RANDOM,
     REFERENCE,
-    SUPERVISED,
+    SCRATCH,
     TRAINED,
     arm_by_name,
     arm_config,
     run_dir,
 )
 from benchmarks.evidence.calibration import calibrate, steps_of_budget, timed_as
-from benchmarks.evidence.cohorts import make_data, read_truth
-from benchmarks.evidence.compute import compute
-from benchmarks.evidence.differences import training_facts
+from benchmarks.evidence.cohorts import Truth, make_data, read_truth
+from benchmarks.evidence.curves import Scorer, score_curves, write_curves
+from benchmarks.evidence.differences import read_rows, training_facts
 from benchmarks.evidence.page import write_results
 from benchmarks.evidence.patches import PATCHES
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, jobs_of
 from benchmarks.evidence.real import make_real_data, refuse_real
-from benchmarks.evidence.scores import baseline_features, encoder_features, save_scores, score
-from benchmarks.evidence.supervised import supervised_encoder
+from benchmarks.evidence.scores import Baseline, baseline_features, encoder_features, save_scores, score
+from benchmarks.evidence.scratch import scratch_scores
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.slices import SliceEncoder, image_encoder_of
 from pretraining import rows
 from pretraining.train import train
 from utils import storage
 from utils.checkpoint import load_checkpoint
+from utils.cli import add_image_arguments
 from utils.errors import UserError
 from utils.help_pages import Parser
 
 
+def scorer_of(plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: int) -> Scorer:
+    """What scores a row, a baseline among them, with the labels of a truth of the same volumes and tokens."""
+    reference = plan.config(REFERENCE)
+    baselines = baselines_of(plan, store, truth) if (plan.root / BASELINES / name).exists() else {}
+    if name in baselines:
+        _, pooled_of, dense_of = baselines[name]
+        return lambda labels: score(labels, pooled_of, dense_of, reference.grid)
+    if name in SCRATCH:
+        return lambda labels: scratch_scores(reference, store, labels, name, seed)
+    pooled, dense, _ = features_of(plan, store, truth, name, seed)
+    return lambda labels: score(labels, lambda _: pooled, lambda _: dense, reference.grid)
+
+
+def baselines_of(plan: Plan, store: PreparedStore, truth: Truth) -> dict[str, Baseline]:
+    """The rows without an encoder, the image model of the plan among them."""
+    image = SliceEncoder(*plan.image) if plan.image else None
+    return baseline_features(plan.config(REFERENCE), store, truth, image)
+
+
+def features_of(
+    plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Pooled and token features of a run, or of a random initialisation, and their RankMe."""
+    arm, cfg = arm_by_name(name), plan.config(name, seed)
+    if arm.is_trained:
+        checkpoint = f"step_{plan.steps[name]:08d}.pt"
+        url = storage.join(str(run_dir(plan.root, arm, seed)), "checkpoints", checkpoint)
+        encoder = pretrained_encoder(cfg, load_checkpoint(url), url)
+    else:
+        encoder = random_encoder(cfg, seed)
+    return encoder_features(encoder, cfg, store, truth, plan.config(REFERENCE).grid)
+
+
 def score_one(root: Path, name: str, seed: int) -> None:
-    """Score one run, one random initialisation, the ceiling, or all baselines; writes scores.json."""
+    """Score one run, one random initialisation, one network from scratch, or all baselines; writes
+    scores.json.
+    """
     torch.set_num_threads(1)
     plan = Plan.load(root)
     truth, store = read_truth(root), PreparedStore.open(str(root / "evaluation_store"))
-    reference = arm_config(arm_by_name(REFERENCE), 0, plan.steps[REFERENCE], root, plan.extra)
+    grid = plan.config(REFERENCE).grid
     if name == BASELINES:
-        for baseline, features in baseline_features(reference, store, truth).items():
-            scores = score(truth, *features, reference.grid)
-            save_scores(root / BASELINES / baseline, scores, {"name": baseline})
+        for number, (baseline, row) in enumerate(baselines_of(plan, store, truth).items()):
+            facts = {"name": baseline, "label": row[0], "number": number}
+            save_scores(root / BASELINES / baseline, score(truth, row[1], row[2], grid), facts)
         return
-    arm = arm_by_name(name)
-    steps = plan.steps[name] if arm.is_trained else 0
-    cfg, folder = arm_config(arm, seed, max(steps, 1), root, plan.extra), run_dir(root, arm, seed)
+    arm, facts = arm_by_name(name), {"name": name, "seed": seed}
+    folder = run_dir(root, arm, seed)
+    if name in SCRATCH:
+        return save_scores(folder, scorer_of(plan, store, truth, name, seed)(truth), facts)
+    pooled, dense, rank = features_of(plan, store, truth, name, seed)
     if arm.is_trained:
-        url = storage.join(str(folder), "checkpoints", f"step_{steps:08d}.pt")
-        encoder = pretrained_encoder(cfg, load_checkpoint(url), url)
-    elif name == SUPERVISED:
-        encoder = supervised_encoder(reference, root, seed, plan.steps[REFERENCE])
-    else:
-        encoder = random_encoder(cfg, seed)
-    pooled, dense, rank = encoder_features(encoder, cfg, store, truth, reference.grid)
-    scores = score(truth, lambda _: pooled, lambda _: dense, reference.grid)
-    facts = {"name": name, "seed": seed, "rankme": rank}
-    save_scores(folder, scores, facts | (training_facts(folder, cfg) if arm.is_trained else {}))
+        facts |= training_facts(folder, plan.config(name, seed))
+    scores = score(truth, lambda _: pooled, lambda _: dense, grid)
+    save_scores(folder, scores, facts | {"rankme": rank})
+
+
+def curves(root: Path, only: str | None) -> str:
+    """Label curves of the rows that are scored; returns the page."""
+    plan = Plan.load(root)
+    truth, store = read_truth(root), PreparedStore.open(str(root / "evaluation_store"))
+    asked = None if only is None else {REFERENCE, RANDOM, *only.split(",")}
+    rows = [
+        row
+        for row in read_rows(plan).values()
+        if row.seeds and (asked is None or row.factor == "baseline" or row.name in asked)
+    ]
+    score_curves(root, truth, rows, partial(scorer_of, plan, store, truth))
+    return write_curves(root, truth, rows)
 
 
 def train_one(root: Path, name: str, seed: int) -> int:
@@ -87,7 +133,7 @@ def train_one(root: Path, name: str, seed: int) -> int:
     rows.VAL_FRACTION = 0.05  # validation is for the run's log; nothing is chosen by it
     if arm.patch is not None:
         PATCHES[arm.patch]()
-    return train(arm_config(arm, seed, plan.steps[name], root, plan.extra))
+    return train(plan.config(name, seed))
 
 
 def run(root: Path, args: argparse.Namespace) -> None:
@@ -96,7 +142,9 @@ def run(root: Path, args: argparse.Namespace) -> None:
         budget, steps = args.budget, steps_of_budget(root, args.budget, trained_of(args.only))
     else:
         budget, steps = None, {arm.name: arm.steps or args.steps for arm in TRAINED}
-    plan = Plan(root, budget, args.seeds, steps, tuple(args.change))
+    image = image_encoder_of(args)
+    words = (str(image.folder.resolve()), args.image_size, image.blocks) if image else ()
+    plan = Plan(root, budget, args.seeds, steps, tuple(args.change), words)
     plan.save()
     Queue(plan, args.jobs).run(jobs_of(plan, None if args.only is None else args.only.split(",")))
 
@@ -105,7 +153,7 @@ def trained_of(only: str | None) -> list[str] | None:
     """The arms that a run with `--only` trains: these, the reference and its controls; None: all."""
     if only is None:
         return None
-    asked = [name for name in only.split(",") if name != SUPERVISED]
+    asked = [name for name in only.split(",") if name not in SCRATCH]
     return list(dict.fromkeys([REFERENCE, *(name for name in CONTROLS if name != RANDOM), *asked]))
 
 
@@ -123,20 +171,6 @@ def real(root: Path, args: argparse.Namespace) -> None:
     print(write_results(root, out))
 
 
-def by_budget(root: Path, args: argparse.Namespace) -> None:
-    """The same arms at several budgets."""
-    names = args.only.split(",")
-    print(compute(root, names, args.budgets, args.seeds, args.jobs, args.change))
-
-
-def growing_seconds(text: str) -> list[float]:
-    """'150,600' as numbers, for argparse; each more than the one before."""
-    values = [float(part) for part in text.split(",")]
-    if values[0] <= 0 or values != sorted(set(values)) or not math.isfinite(values[-1]):
-        raise argparse.ArgumentTypeError(f"expected seconds that grow, such as 150,600, found {text}")
-    return values
-
-
 def refuse_mistakes(args: argparse.Namespace) -> None:
     """Raise UserError for the first argument that makes no sense."""
     given = vars(args)
@@ -149,8 +183,8 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
         raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
     names = [arm.name for arm in TRAINED]
     asked = set(filter(None, (given.get("only") or "").split(",")))
-    if args.command == "run":
-        asked -= {SUPERVISED}
+    if args.command in ("run", "real", "curves"):
+        asked -= {*SCRATCH}
     if unknown := asked - set(names):
         raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
 
@@ -167,10 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_data(root, cfg, CONFIG, args.change, (args.pretraining, args.evaluation))
     elif args.command == "calibrate":
         print(json.dumps(calibrate(root, args.jobs, args.change), indent=1))
-    elif args.command in ("real", "run", "compute"):
+    elif args.command in ("real", "run"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
         try:
-            {"real": real, "run": run, "compute": by_budget}[args.command](root, args)
+            {"real": real, "run": run}[args.command](root, args)
         except KeyboardInterrupt:
             print("stopped; the same command goes on", flush=True)
             return 130
@@ -178,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train_one(root, args.arm, args.seed)
     elif args.command == "score":
         score_one(root, args.arm, args.seed)
+    elif args.command == "curves":
+        print(curves(root, args.only))
     else:
         print(write_results(root, root / "results.md" if args.out is None else args.out))
     return 0
@@ -191,22 +227,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    names = "data", "real", "calibrate", "run", "train", "score", "compute", "table"
+    names = "data", "real", "calibrate", "run", "train", "score", "table", "curves"
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():
         place = Path("runs/evidence_real" if name == "real" else "runs/evidence")
         command.add_argument("--root", type=Path, default=place, help="where all of it lives")
-        if name in ("real", "calibrate", "run", "compute"):
+        if name in ("real", "calibrate", "run"):
             command.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its own core")
-        if name in ("real", "run", "compute"):
-            command.add_argument("--seeds", type=int, default=3)
         if name in ("real", "run"):
+            command.add_argument("--seeds", type=int, default=3)
             command.add_argument("--budget", type=float, default=300.0, help="seconds for each arm and seed")
             command.add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
-            only = "these arms alone, beside the controls; supervised: the ceiling"
+            only = f"these arms alone, beside the controls; {', '.join(SCRATCH)}: no pre-training"
             command.add_argument("--only", metavar="ARM,ARM", help=only)
-        if name in ("data", "real", "calibrate", "run", "compute"):
+            add_image_arguments(command)
+        if name in ("data", "real", "calibrate", "run"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")
+        if name == "curves":
+            command.add_argument("--only", metavar="ARM,ARM", help="these beside the baselines; default: all")
         if name in ("train", "score"):
             command.add_argument("--arm", required=True)
             command.add_argument("--seed", type=int, required=True)
@@ -216,13 +254,4 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     verbs["data"].add_argument("--pretraining", type=int, default=240, help="participants to train on")
     verbs["data"].add_argument("--evaluation", type=int, default=200, help="other participants to score on")
     verbs["real"].add_argument("--data", type=Path, required=True, help="folder of eyes: see real.py")
-    verbs["compute"].add_argument(
-        "--only",
-        metavar="ARM,ARM",
-        default=",".join((REFERENCE, MISMATCHED, PENALTY_ONLY, "mae_plain")),
-        help="the first is compared with all others",
-    )
-    verbs["compute"].add_argument(
-        "--budgets", type=growing_seconds, default="37.5,150,600", help="seconds of training"
-    )
     return parser.parse_args(argv)

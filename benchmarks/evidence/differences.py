@@ -1,9 +1,10 @@
 """The numbers of the page from the scores of benchmarks.evidence; all are read from the runs.
 
-In: the folder of runs. Out: a `Table` of scores with bootstrap intervals and of paired differences. The score
-of an arm, random initialisation included, is the mean over its seeds. Every resample draws participants and
-seeds, the same for all arms: seed i of two arms starts from the same weights, so seeds are paired, and two
-arms that differ only by their seeds give no claim.
+In: the folder of runs. Out: a `Table` of scores with intervals and of paired differences. The score of an
+arm, random initialisation included, is the mean over its seeds. Resamples draw participants, the same for all
+arms; few seeds are no bootstrap, so their variance is added by Student's t (models.probes.intervals). Seed i
+of two arms starts from the same weights, so seeds are paired, and two arms that differ only by their seeds
+give no claim.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from benchmarks.evidence.arms import (
     RANDOM,
     RANDOM_ARM,
     REFERENCE,
-    SUPERVISED,
-    SUPERVISED_ARM,
+    SCRATCH,
+    SCRATCH_ARMS,
     TRAINED,
     Arm,
     controls_of_claims,
@@ -34,7 +35,7 @@ from benchmarks.evidence.arms import (
 )
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, Scores, load_scores
-from models.probes.intervals import doubt, interval95, participant_draws
+from models.probes.intervals import doubt, participant_draws, seeds_and_people
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.provenance import provenance
@@ -43,12 +44,6 @@ from utils.runtime.open import open_runtime
 
 BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED = 2000, 0
 FACTS = ("rankme", "skill_position", "steps", "seconds_per_step", "init_weight", "alarms")
-BASELINE_LABELS = {
-    "voxel_pca": "raw voxels (64 components; the patch's own voxels)",
-    "ascan_profile": "mean A-scan profile",
-    "device": "device one-hot",
-    "position": "place of the token alone",
-}
 Difference = tuple[float, tuple[float, float], str]  # its interval, and the doubt about it
 
 
@@ -88,6 +83,7 @@ class Table:
     steps: dict[str, int]
     participants: int
     rows: list[Row]
+    best_free: dict[str, str]  # task -> the baseline with the highest score: a claim is above it, too
     commits: list[str]
     packages: dict[str, Any]
     machine: str
@@ -111,18 +107,9 @@ def training_facts(folder: Path, cfg: Config) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The participants and seeds of every resample, the same for all rows."""
-
-    participants_SP: np.ndarray
-    seeds_SN: np.ndarray  # indices of N seeds, with replacement
-
-    @classmethod
-    def of(cls, participants: int, seeds: int) -> Draws:
-        rng = np.random.default_rng([BOOTSTRAP_SEED, 1])
-        people = participant_draws(participants, BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED)
-        return cls(people, rng.integers(0, seeds, (BOOTSTRAP_SAMPLES, seeds)))
+def people_draws(count: int) -> np.ndarray:
+    """The participants of every resample [S, P], the same for all rows."""
+    return participant_draws(count, BOOTSTRAP_SAMPLES, BOOTSTRAP_SEED)
 
 
 @dataclass(frozen=True)
@@ -140,6 +127,11 @@ class Scored:
         """Whether there is a score to report."""
         return bool(self.seeds) and self.seeds[0][0].of(task) is not None
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it makes claims: no baseline, no network from labels, no control."""
+        return self.name not in (*CONTROLS, *SCRATCH) and self.factor not in ("baseline", "control")
+
     def by_seed(self, task: str) -> list[float]:
         """The score of every seed that has one."""
         return [score for scores, _ in self.seeds if (score := scores.of(task)) is not None]
@@ -148,15 +140,17 @@ class Scored:
         """Mean over the seeds."""
         return mean(self.by_seed(task))
 
-    def draws(self, task: str, draws: Draws) -> np.ndarray:
-        """The score [S] of every resample of participants and seeds."""
-        score_NS = np.array([s.draws(task, draws.participants_SP) for s, _ in self.seeds])
-        chosen_SN = draws.seeds_SN % len(score_NS)  # a baseline has one "seed", an arm that failed fewer
-        return score_NS[chosen_SN, np.arange(score_NS.shape[1])[:, None]].mean(1)
+    def draws(self, task: str, draws_SP: np.ndarray) -> np.ndarray:
+        """The score [N, S] of every seed and resample of participants."""
+        return np.array([scores.draws(task, draws_SP) for scores, _ in self.seeds])
 
-    def parts(self, task: str) -> np.ndarray:
+    def interval(self, task: str, draws_SP: np.ndarray) -> tuple[float, float]:
+        """Of the mean, over seeds and people."""
+        return seeds_and_people(np.array(self.by_seed(task)), self.draws(task, draws_SP))
+
+    def gains(self, task: str) -> np.ndarray:
         """What each participant adds to `point` [P], up to a number that all entries share."""
-        return np.mean([scores.parts(task) for scores, _ in self.seeds], axis=0)
+        return np.mean([scores.gains(task) for scores, _ in self.seeds], axis=0)
 
     def fact(self, name: str) -> float | None:
         """Mean over the seeds of a number that the runs logged."""
@@ -172,20 +166,34 @@ def read_arm(plan: Plan, arm: Arm) -> Scored:
     return Scored(arm.name, arm.label, arm.factor, scored, failed, arm.compared_with)
 
 
-def difference(first: Scored, second: Scored, task: str, draws: Draws) -> Difference:
-    """first - second with its interval under shared draws, and the doubt of models.probes.intervals; raises
-    ValueError for other participants.
+def difference(first: Scored, second: Scored, task: str, draws_SP: np.ndarray) -> Difference:
+    """first - second with its interval, seeds and people paired, and the doubt of models.probes.intervals;
+    raises ValueError for other participants.
     """
-    ids = [getattr(s, task).participants for s, _ in (*first.seeds, *second.seeds)]
+    ids = [s.parts[task].participants for s, _ in (*first.seeds, *second.seeds)]
     if not all(np.array_equal(ids[0], other) for other in ids):
         raise ValueError(f"{first.name} and {second.name}: expected the same participants")
-    apart = first.draws(task, draws) - second.draws(task, draws)
-    ci95, people = interval95(apart), first.seeds[0][0].people(task)
-    return (
-        first.point(task) - second.point(task),
-        ci95,
-        doubt(ci95, people, first.parts(task) - second.parts(task)),
+    count = np.arange(max(len(first.seeds), len(second.seeds)))  # a baseline has one "seed"
+    score_N, draws_NS = (
+        one[count % len(one)] - other[count % len(other)]
+        for one, other in (
+            (np.array(first.by_seed(task)), np.array(second.by_seed(task))),
+            (first.draws(task, draws_SP), second.draws(task, draws_SP)),
+        )
     )
+    ci95, gains_P = seeds_and_people(score_N, draws_NS), first.gains(task) - second.gains(task)
+    unclear = doubt(ci95, first.seeds[0][0].people(task), gains_P)
+    return first.point(task) - second.point(task), ci95, unclear
+
+
+def best_free(scored: dict[str, Scored]) -> dict[str, str]:
+    """Task -> the baseline without an encoder whose score is highest on the evaluated people."""
+    free = [entry for entry in scored.values() if entry.factor == "baseline"]
+    return {
+        task: max(having, key=lambda entry: entry.point(task)).name
+        for task in TASKS
+        if (having := [entry for entry in free if entry.has(task)])
+    }
 
 
 def commits_of_runs(plan: Plan) -> list[str]:
@@ -194,28 +202,39 @@ def commits_of_runs(plan: Plan) -> list[str]:
     return sorted({str(json.loads(path.read_text())["commit"]) for path in paths})
 
 
-def build_table(plan: Plan) -> Table:
-    """Every number of the tables; raises UserError if random initialisation, the reference or the control has
+def read_rows(plan: Plan) -> dict[str, Scored]:
+    """All rows by name, in their order; UserError if random initialisation, the reference or the control has
     no scores.
     """
-    scored = {arm.name: read_arm(plan, arm) for arm in (*ARMS, RANDOM_ARM, SUPERVISED_ARM)}
+    scored = {arm.name: read_arm(plan, arm) for arm in (*ARMS, RANDOM_ARM, *SCRATCH_ARMS)}
     missing = [name for name in (RANDOM, REFERENCE, CONTROL) if not scored[name].seeds]
     if missing:
         raise UserError(
             f"{plan.root}: expected scores of what all is compared with, found none of {', '.join(missing)}"
         )
-    for name, label in BASELINE_LABELS.items():
-        scored[name] = Scored(name, label, "baseline", [load_scores(plan.root / BASELINES / name)])
+    loaded = [load_scores(path.parent) for path in (plan.root / BASELINES).glob("*/scores.json")]
+    for scores, facts in sorted(loaded, key=lambda one: int(one[1]["number"])):
+        scored[facts["name"]] = Scored(facts["name"], facts["label"], "baseline", [(scores, facts)])
     scored |= {arm.name: read_arm(plan, arm) for arm in TRAINED if arm not in ARMS}
-    tasks = (getattr(scored[RANDOM].seeds[0][0], task) for task in TASKS)
-    participants = next(part for part in tasks if part is not None).participants
-    draws = Draws.of(len(np.unique(participants)), plan.seeds)
+    return scored
+
+
+def build_table(plan: Plan) -> Table:
+    """Every number of the tables; UserError as read_rows."""
+    scored = read_rows(plan)
+    participants = next(iter(scored[RANDOM].seeds[0][0].parts.values())).participants
+    draws_SP, best = people_draws(len(participants)), best_free(scored)
     return Table(
         budget_s=plan.budget_s,
         seeds=plan.seeds,
         steps=plan.steps,
-        participants=len(np.unique(participants)),
-        rows=[make_row(entry, scored, draws) for entry in scored.values() if entry.seeds or entry.failed],
+        participants=len(participants),
+        rows=[
+            make_row(entry, scored, best, draws_SP)
+            for entry in scored.values()
+            if entry.seeds or entry.failed
+        ],
+        best_free=best,
         commits=commits_of_runs(plan),
         packages=provenance(open_runtime(False))["packages"],
         machine=f"{platform.processor() or platform.machine()}, {platform.system()}",
@@ -225,17 +244,18 @@ def build_table(plan: Plan) -> Table:
 
 def controls_of_entry(entry: Scored) -> tuple[str, ...]:
     """The arms that a claim about it has to be above; a control or baseline claims nothing."""
-    is_claim = entry.name not in (*CONTROLS, SUPERVISED) and entry.factor not in ("baseline", "control")
-    return controls_of_claims(entry.name) if is_claim else ()
+    return controls_of_claims(entry.name) if entry.is_pretrained else ()
 
 
-def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws) -> Row:
-    """The row of an entry; `scored` holds all entries by name."""
+def make_row(entry: Scored, scored: dict[str, Scored], best: dict[str, str], draws_SP: np.ndarray) -> Row:
+    """The row of an entry; `scored` holds all entries by name, `best` what `best_free` says of them."""
 
     def against(task: str) -> dict[str, Difference]:
-        names = *CONTROLS, REFERENCE, entry.compared_with, *controls_of_entry(entry)
-        others = (scored[name] for name in dict.fromkeys(names))
-        return {o.name: difference(entry, o, task, draws) for o in others if o is not entry and o.has(task)}
+        names = *CONTROLS, REFERENCE, entry.compared_with, *controls_of_entry(entry), best.get(task)
+        others = (scored[name] for name in dict.fromkeys(names) if name is not None)
+        return {
+            o.name: difference(entry, o, task, draws_SP) for o in others if o is not entry and o.has(task)
+        }
 
     return Row(
         name=entry.name,
@@ -247,7 +267,7 @@ def make_row(entry: Scored, scored: dict[str, Scored], draws: Draws) -> Row:
         tasks={
             task: TaskResult(
                 score=entry.point(task),
-                ci95=interval95(entry.draws(task, draws)),
+                ci95=entry.interval(task, draws_SP),
                 by_seed=entry.by_seed(task),
                 against=against(task),
             )

@@ -6,7 +6,7 @@ In: the folder of runs. Out: the page. Every sentence follows from the paired in
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,17 +14,23 @@ from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM, REFERENCE, controls
 from benchmarks.evidence.differences import FACTS, Row, Table, build_table
 from benchmarks.evidence.queue import Plan
 from benchmarks.evidence.real import SOURCE
-from benchmarks.evidence.scores import TASKS
+from benchmarks.evidence.scores import LINEAR_TASKS, TASKS
 from benchmarks.evidence.words import TASK_LABELS, signed, table_head, verdict
 from data_setup.store.reader import PreparedStore
 
 
-def score_table(rows: Sequence[Row], against: str) -> list[str]:
-    """Score, interval and a paired difference for every task."""
-    lines = table_head(["features", *(f"{TASK_LABELS[t]} | minus {against}" for t in TASKS)])
+def score_tables(rows: Sequence[Row], against: str) -> list[str]:
+    """Score, interval and a paired difference for every task, a table for each readout."""
+    halves = (LINEAR_TASKS, TASKS[len(LINEAR_TASKS) :])
+    return [line for tasks in halves for line in (*score_table(rows, against, tasks), "")]
+
+
+def score_table(rows: Sequence[Row], against: str, tasks: Sequence[str]) -> list[str]:
+    """Score, interval and a paired difference for these tasks."""
+    lines = table_head(["features", *(f"{TASK_LABELS[t]} | minus {against}" for t in tasks)])
     for row in rows:
         cells = [row.label + (f" ({row.failed} failed)" if row.failed else "")]
-        for task in TASKS:
+        for task in tasks:
             result = row.tasks.get(task)
             if result is None:
                 cells += ["-", "-"]
@@ -49,18 +55,26 @@ def training_table(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def claims(rows: Sequence[Row]) -> list[str]:
-    """Per task: which rows are above every control, and which controls the others are not above."""
-    own = "its own penalty alone, if it has one, and its own with targets of another volume"
-    lines = [f"Above all controls (random initialisation, two steps of `{REFERENCE}`, {own}):", ""]
+def claims(rows: Sequence[Row], best_free: Mapping[str, str]) -> list[str]:
+    """Per task: which rows are above every control and the best row without an encoder, and what the others
+    are not above.
+    """
+    own = "its own penalty alone, if it has one, and its own with latents or targets of another volume"
+    lines = [
+        f"Above the best row without an encoder and all controls (random initialisation, two steps of "
+        f"`{REFERENCE}`, {own}):",
+        "",
+    ]
     for task in TASKS:
         shown, rest = [], []
         for row in (r for r in rows if task in r.tasks):
-            differences = {name: row.difference(task, name) for name in controls_of_claims(row.name)}
+            names = *controls_of_claims(row.name), *([best_free[task]] if task in best_free else [])
+            differences = {name: row.difference(task, name) for name in names}
             short = [n for n, d in differences.items() if d is None or verdict(d) != "higher"]
             if short:
                 words = (
-                    f"{n} {'not run' if differences[n] is None else signed(differences[n])}" for n in short
+                    f"{n} {'not run' if (d := differences[n]) is None else signed(d, why=True)}"
+                    for n in short
                 )
                 rest.append(f"{row.label}: not above {', '.join(words)}")
             else:
@@ -79,7 +93,7 @@ def conditions(table: Table, plan: Plan) -> list[str]:
         asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
     else:
         asked, given = f"budget {table.budget_s:g}", f"{table.budget_s:g} s of one core"
-    only = [r.name for r in table.rows if r.factor not in ("baseline", "ceiling")]
+    only = [r.name for r in table.rows if r.factor != "baseline"]
     only = [name for name in only if name not in (REFERENCE, *CONTROLS)]
     verb = "real --data FOLDER" if is_real else "run"
     run = f"{verb} --{asked} --seeds {table.seeds} --only {','.join(only)}"
@@ -104,7 +118,7 @@ def eyes_used(root: Path) -> str:
 
 def markdown(table: Table, plan: Plan) -> str:
     """The page."""
-    trained = [r for r in table.rows if r.factor not in ("baseline", "ceiling") and r.name != RANDOM]
+    trained = [r for r in table.rows if r.factor not in ("baseline", "labels") and r.name != RANDOM]
     not_run = [arm.label for arm in ARMS if arm.name not in {r.name for r in table.rows}]
     return "\n".join(
         [
@@ -112,11 +126,11 @@ def markdown(table: Table, plan: Plan) -> str:
             "",
             *conditions(table, plan),
             "",
-            *claims([r for r in trained if r.name not in CONTROLS and r.factor != "control"]),
-            *score_table(table.rows, RANDOM),
-            "",
-            *score_table([r for r in trained if r.name != REFERENCE], REFERENCE),
-            "",
+            *claims(
+                [r for r in trained if r.name not in CONTROLS and r.factor != "control"], table.best_free
+            ),
+            *score_tables(table.rows, RANDOM),
+            *score_tables([r for r in trained if r.name != REFERENCE], REFERENCE),
             *training_table(trained),
             *(["", f"Not run: {', '.join(not_run)}."] if not_run else []),
         ]

@@ -23,15 +23,15 @@ from benchmarks.evidence.arms import (
     CONTROLS,
     RANDOM_ARM,
     REFERENCE,
-    SUPERVISED,
-    SUPERVISED_ARM,
+    SCRATCH_ARMS,
     TRAINED,
     Arm,
+    arm_by_name,
     arm_config,
     run_dir,
 )
-from benchmarks.evidence.supervised import has_truth
 from utils.config.load import changed_keys, config_of_yaml
+from utils.config.schema import Config
 from utils.errors import UserError
 
 POLL_SECONDS = 0.2
@@ -45,7 +45,7 @@ RECIPE_KEYS = (
     "train.global_batch_size",
 )
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-BASELINES, LAST_BASELINE = "baselines", "position"  # written in the order of baseline_features
+BASELINES, LAST_BASELINE = "baselines", "place"  # of what baseline_features gives
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Plan:
     seeds: int
     steps: dict[str, int]  # arm -> steps
     extra: tuple[str, ...] = ()  # configuration changes for all arms
+    image: tuple[Any, ...] = ()  # of SliceEncoder: the image model among the baselines, if one is asked for
 
     def save(self) -> None:
         """Write plan.json, keeping its arms; raises UserError if runs were made under another plan."""
@@ -65,6 +66,7 @@ class Plan:
             "seeds": self.seeds,
             "steps": self.steps,
             "extra": list(self.extra),
+            "image": list(self.image),
         }
         path = self.root / "plan.json"
         if path.exists() and (self.root / "runs").exists():
@@ -90,7 +92,13 @@ class Plan:
         if not path.exists():
             raise UserError(f"{path}: expected the plan of a run, found none; run `evidence run` first")
         content = json.loads(path.read_text())
-        return cls(root, content["budget_s"], content["seeds"], content["steps"], tuple(content["extra"]))
+        extra, image = tuple(content["extra"]), tuple(content.get("image", ()))
+        return cls(root, content["budget_s"], content["seeds"], content["steps"], extra, image)
+
+    def config(self, name: str, seed: int = 0) -> Config:
+        """The configuration of a run of an arm; of what is not trained, with one step."""
+        arm = arm_by_name(name)
+        return arm_config(arm, seed, self.steps[name] if arm.is_trained else 1, self.root, self.extra)
 
 
 def pin(core: int) -> None:
@@ -116,6 +124,7 @@ class Job:
     seed: int
     folder: Path  # of its scores
     verbs: tuple[str, ...] = ("train", "score")
+    needs: tuple[str, ...] = (LAST_BASELINE,)  # baselines without which their job is not done
 
     @property
     def name(self) -> str:
@@ -125,8 +134,8 @@ class Job:
     @property
     def is_done(self) -> bool:
         """Whether it is scored; the next call tries failed jobs again."""
-        folder = self.folder / LAST_BASELINE if self.arm is None else self.folder
-        return (folder / "scores.json").exists()
+        folders = [self.folder / name for name in self.needs] if self.arm is None else [self.folder]
+        return all((folder / "scores.json").exists() for folder in folders)
 
     def commands(self, plan: Plan) -> list[list[str]]:
         """Train, where there is something to train, then score."""
@@ -139,14 +148,14 @@ class Job:
 
 
 def jobs_of(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
-    """Baselines, random initialisation and the ceiling first, then one seed of every arm after another.
+    """Baselines, random initialisation and what is trained on labels alone first, then one seed of every arm
+    after another.
 
-    `only`: these arms and own controls, and those that every claim refers to; the ceiling where it is named.
+    `only`: these arms and own controls, and those that every claim refers to.
     """
-    jobs = [Job(None, 0, plan.root / BASELINES)]
-    first = [RANDOM_ARM]
-    if has_truth(plan.root) and (only is None or SUPERVISED in only):
-        first.append(SUPERVISED_ARM)
+    needs = (*(["slices"] if plan.image else []), LAST_BASELINE)
+    jobs = [Job(None, 0, plan.root / BASELINES, needs=needs)]
+    first = [RANDOM_ARM, *(arm for arm in SCRATCH_ARMS if only is None or arm.name in only)]
     jobs += [Job(arm, s, run_dir(plan.root, arm, s)) for arm in first for s in range(plan.seeds)]
     arms = ARMS if only is None else [a for a in TRAINED if a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
@@ -226,8 +235,7 @@ def refuse_another_recipe(job: Job, plan: Plan) -> None:
     if job.arm is None or not job.arm.is_trained or not path.exists():
         return
     trained = config_of_yaml(path.read_text(), str(path))
-    arm = arm_config(job.arm, job.seed, plan.steps[job.arm.name], plan.root, plan.extra)
-    for key, had, expected in changed_keys(trained, arm):
+    for key, had, expected in changed_keys(trained, plan.config(job.arm.name, job.seed)):
         if key.startswith(RECIPE_KEYS):
             raise UserError(
                 f"{path}: {key}: expected {expected} of the arm {job.arm.name}, found {had}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.evidence.differences import Difference
+from benchmarks.evidence.scores import HIDDEN
 from models.probes.intervals import side
 
 NOT_SHOWN = "no difference shown"
@@ -13,14 +14,16 @@ TASK_LABELS = {
     "thickness": "layer thickness, R2",
     "occupancy": "layer occupancy, R2",
 }
+TASK_LABELS |= {f"{task}{HIDDEN}": f"{label}, hidden layer" for task, label in TASK_LABELS.items()}
 
 
-def signed(difference: Difference | None) -> str:
-    """'+0.050 (+0.010 to +0.090)', bold if a difference is shown."""
+def signed(difference: Difference | None, why: bool = False) -> str:
+    """'+0.050 (+0.010 to +0.090)', bold if a difference is shown; in doubt 'cannot say', and `why`."""
     if difference is None:
         return "-"
     value, (low, high), doubt = difference
-    text = f"{value:+.3f} ({low:+.3f} to {high:+.3f})" + ("; cannot say" if doubt else "")
+    unclear = "; cannot say" + (f", because {doubt}" if why else "") if doubt else ""
+    text = f"{value:+.3f} ({low:+.3f} to {high:+.3f}){unclear}"
     return text if verdict(difference) == NOT_SHOWN else f"**{text}**"
 
 

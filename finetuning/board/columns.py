@@ -1,9 +1,9 @@
 """The columns of the leaderboard: what is computed of a row, each on the same cohorts.
 
 In: an `Entry`, cohorts, seeds. Out: cells by name. `linear` is the probe of finetuning.features.probing
-(logistic, ridge for a value; C chosen on validation), the same for encoders and baselines. `attentive` trains
-a head on the tokens of an encoder, `fine-tuned` the encoder too, once a seed; a row without one has no such
-cell.
+(logistic, ridge for a value; C chosen on validation), the same for encoders and baselines; `hidden` is one
+hidden layer. `attentive` trains a head on the tokens of an encoder, `fine-tuned` the encoder too, once a
+seed; a row without one has no such cell.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25)  # of the training participants; all of them are the linear column
-LINEAR, LOW_SHOT, DEVICES = "linear", "low-shot", "devices"
+LINEAR, HIDDEN, LOW_SHOT, DEVICES = "linear", "hidden", "low-shot", "devices"
 BY_FOLD = "by-fold"  # what the random seed of each fold is chosen by
 ATTENTIVE, TUNED = "attentive", "fine-tuned"
 
@@ -48,6 +48,12 @@ def linear(entry: Entry, question: Question) -> dict[str, Cell]:
     """The probe on all training participants: the cell `linear`."""
     probed = probe(question.cohorts, entry.features())
     return {LINEAR: _cell([probed.scored.evaluated()], [probed.val_score], [question.cohorts])}
+
+
+def hidden(entry: Entry, question: Question) -> dict[str, Cell]:
+    """One hidden layer in place of the linear probe: the cell `hidden`."""
+    probed = probe(question.cohorts, entry.features(), is_hidden=True)
+    return {HIDDEN: _cell([probed.scored.evaluated()], [probed.val_score], [question.cohorts])}
 
 
 def by_fold(entry: Entry, question: Question) -> dict[str, Cell]:
@@ -180,6 +186,7 @@ def _tuning_source(encoder: Encoder, entry: Entry, question: Question, seed: int
 Column = Callable[[Entry, Question], dict[str, Cell]]
 COLUMNS: dict[str, Column] = {
     LINEAR: linear,
+    HIDDEN: hidden,
     BY_FOLD: by_fold,
     LOW_SHOT: low_shots,
     DEVICES: device_tables,

@@ -9,7 +9,7 @@ none. Holm, S. (1979): A simple sequentially rejective multiple test procedure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -37,6 +37,14 @@ class Comparison:
     p_holm: float
     could_have_shown: float
     doubt: str  # of models.probes.intervals
+    is_floor: bool  # p is the least that so many resamples can show
+
+    @property
+    def p_texts(self) -> list[str]:
+        """p and Holm's p; `<= 0.0120` at the floor, which is no measurement."""
+        if self.p is None:
+            return ["not computable"] * 2
+        return [f"{'<= ' if self.is_floor else ''}{p:.4f}" for p in (self.p, self.p_holm)]
 
     @property
     def shown(self) -> bool:
@@ -56,13 +64,22 @@ def mean_draws(seeds: Sequence[Predictions], counts_SU: np.ndarray) -> np.ndarra
 
 
 def compare(
-    columns: Mapping[str, Mapping[str, Sequence[Predictions]]], samples: int, seed: int
+    columns: Mapping[str, Mapping[str, Sequence[Predictions]]],
+    samples: int,
+    seed: int,
+    free: Collection[str] = (),
 ) -> list[Comparison]:
-    """Every pair of rows in every column {column: {row: predictions a seed}}, corrected over all of them.
+    """Every pair of rows in every column {column: {row: predictions a seed}}, corrected over all of them; but
+    none of two rows without an encoder, `free`.
 
     Raises ValueError where rows predict different units.
     """
-    pairs = [(column, *pair) for column, rows in columns.items() for pair in combinations(rows, 2)]
+    pairs = [
+        (column, *pair)
+        for column, rows in columns.items()
+        for pair in combinations(rows, 2)
+        if not set(pair) <= set(free)
+    ]
     samples = max(samples, RESAMPLES_PER_PAIR * len(pairs))
     draws, values = {}, {}
     counts: np.ndarray | None = None
@@ -85,9 +102,10 @@ def compare(
         sides = columns[column][one], columns[column][other]
         smallest, gains_P = could_have_shown(*sides, draws_S), gains(*sides)
         unclear = doubt(ci95, people_of_classes(sides[0][0]), gains_P)
-        flipped = sign_flip_p(gains_P)
+        flipped = sign_flip_p(gains_P)  # exact: it has no floor
         chance = bootstrap_p(draws_S) if flipped is None else flipped
-        raw.append((column, one, other, value, ci95, chance, smallest, unclear))
+        is_floor = flipped is None and not ((draws_S <= 0).any() and (draws_S >= 0).any())
+        raw.append((column, one, other, value, ci95, chance, smallest, unclear, is_floor))
     adjusted = holm([1.0 if item[5] is None else item[5] for item in raw])
     return [Comparison(*item[:6], p_holm, *item[6:]) for item, p_holm in zip(raw, adjusted, strict=True)]
 

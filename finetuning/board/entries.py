@@ -14,12 +14,13 @@ import numpy as np
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.board.slices import SliceEncoder
-from finetuning.cohort.cohort import EVALUATED, Cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort
 from finetuning.cohort.source import Source, check_fit, open_source
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.features.probing import Features, baselines, of_rows
+from finetuning.features.slices import SliceEncoder
+from finetuning.features.yardsticks import Yardstick, yardsticks
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -47,6 +48,11 @@ class Entry:
     identity: str
     features: Callable[[], Features]
     encoder: Callable[[Cohort], Encoder] | None = None  # None: nothing that could be trained further
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it has no encoder of this project: what a user would take instead."""
+        return self.encoder is None
 
 
 @dataclass(frozen=True)
@@ -144,24 +150,32 @@ def architecture(cfg: Config) -> str:
 
 
 def baseline_entries(volumes: Volumes) -> list[Entry]:
-    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot."""
+    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot, and the yardsticks."""
     rows = baselines(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)
 
     def entry(name: str) -> Entry:
         label, features = rows[name]
         return Entry(name, label, name, lambda: features)
 
-    return [entry(name) for name in rows]
+    def of_yardstick(row: Yardstick) -> Entry:
+        def features(cohort: Cohort) -> np.ndarray:
+            assert row.volumes is not None
+            is_training = np.isin(volumes.rows, cohort.rows[cohort.fold == TRAIN])
+            return of_rows(volumes.rows, row.volumes(is_training))(cohort)
+
+        return Entry(row.name, row.label, f"yardstick {row.name}", lambda: features)
+
+    made = yardsticks(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)
+    return [*map(entry, rows), *map(of_yardstick, made)]
 
 
-def slice_entry(volumes: Volumes, folder: str) -> Entry:
+def slice_entry(volumes: Volumes, encoder: SliceEncoder) -> Entry:
     """A local Hugging Face image encoder, applied to every B-scan."""
-    encoder = SliceEncoder(folder)
 
     def compute(rows: np.ndarray) -> np.ndarray:
         return encoder.embed(volumes.store, rows, volumes.runtime)
 
-    name = folder.rstrip("/").rpartition("/")[2]
+    name = encoder.folder.name
     return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", volumes.lookup(compute))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answers, Cells
-from finetuning.board.columns import BY_FOLD, COLUMNS, LINEAR, NEEDS_ENCODER, TUNED, Question
+from finetuning.board.columns import BY_FOLD, COLUMNS, HIDDEN, LINEAR, NEEDS_ENCODER, TUNED, Question
 from finetuning.board.entries import (
     Entry,
     Volumes,
@@ -32,6 +32,7 @@ from finetuning.cohort.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.cohort.ledger import count_looks, data_digest, digest, look_at
 from finetuning.cohort.source import Source
 from finetuning.features.probing import RANDOM_SEEDS, best_in_each_fold, random_words
+from finetuning.features.slices import SliceEncoder
 from utils import storage
 from utils.config.load import flatten
 from utils.config.schema import Config
@@ -49,7 +50,7 @@ class Words:
     overrides: tuple[str, ...]
     checkpoints: tuple[str, ...]
     control: str | None = None
-    image_encoder: str | None = None
+    image_encoder: SliceEncoder | None = None
     supervised: bool = False  # random initialisation is fine-tuned, whatever `columns` says
     columns: tuple[str, ...] = ("low-shot", "devices")  # beside the linear one
 
@@ -105,7 +106,7 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
         " ".join(source.state["checksum"] for source in sources),
     )
     random, notes = best_random(desk, sources, seeds)
-    columns = [LINEAR, *words.columns]
+    columns = [LINEAR, HIDDEN, *words.columns]
     answered = [Row(e, {c: desk.answer(e, c) for c in columns_of(e, columns)}) for e in entries]
     if words.supervised:
         columns = [*columns, *({TUNED} - set(columns))]

@@ -23,7 +23,7 @@ from finetuning.answers.evaluation import few_people
 from finetuning.answers.metrics import PRIMARY
 from finetuning.answers.scorecard import people_of_classes
 from finetuning.board.answers import Cells
-from finetuning.board.columns import DEVICES, LINEAR, LOW_SHOT
+from finetuning.board.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT
 from finetuning.board.comparison import Comparison, compare, estimate
 from finetuning.board.entries import Entry
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
@@ -36,6 +36,7 @@ from utils.tables import NONE, Table, interval, number, page, two_cells, with_in
 
 HERE = Path(__file__).parent
 TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own
+READOUTS = (LINEAR, HIDDEN)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def results_of(board: Board) -> Results:
         }
         for column in main_columns(board)
     }
-    return Results(estimates, compare(predictions, samples, seed))
+    free = {row.entry.label for row in board.rows if row.entry.is_free}
+    return Results(estimates, compare(predictions, samples, seed, free))
 
 
 def main_columns(board: Board) -> list[str]:
@@ -129,7 +131,8 @@ def sentences(board: Board, results: Results) -> list[str]:
         f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
         f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
         f"{_order(board)} linear: logistic or ridge probe on pooled frozen features, C chosen on "
-        "validation. Means over seeds where seeds differ: low-shot draws, trained heads.",
+        "validation; hidden: one hidden layer. Means over seeds where seeds differ: low-shot draws, trained "
+        "heads.",
         f"{len(results.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
         + f" (Holm's p below {ALPHA:g} over all of them{unclear}).",
@@ -162,21 +165,30 @@ def _where(board: Board) -> str:
 
 
 def verdicts(board: Board, results: Results) -> list[str]:
-    """Each checkpoint against random initialisation, in the linear column."""
-    of_kind = {
-        kind: {row.entry.label for row in board.rows if row.entry.name.startswith(kind)}
+    """Each checkpoint against random initialisation, in the linear column; in both readouts against the best
+    row without an encoder, best on the evaluated people.
+    """
+    checkpoints, random = (
+        {row.entry.label for row in board.rows if row.entry.name.startswith(kind)}
         for kind in ("checkpoint", "random")
+    )
+    free = {row.entry.label for row in board.rows if row.entry.is_free}
+    best = {
+        column: max(free, key=lambda label: results.estimates[label, column]["value"] or -np.inf)
+        for column in READOUTS
     }
     lines = []
     for c in results.comparisons:
-        pair = (c.first, c.second) if c.second in of_kind["random"] else (c.second, c.first)
-        if c.column != LINEAR or pair[0] not in of_kind["checkpoint"] or pair[1] not in of_kind["random"]:
+        first, second = (c.first, c.second) if c.first in checkpoints else (c.second, c.first)
+        is_random = c.column == LINEAR and second in random
+        if first not in checkpoints or not (is_random or second == best.get(c.column)):
             continue
-        sign = 1 if pair[0] == c.first else -1
+        sign = 1 if first == c.first else -1
         ends = sorted(sign * bound for bound in c.ci95)
+        what = second if is_random else f"{second}, the best row without an encoder, {c.column}"
         lines.append(
-            f"{pair[0]} - {pair[1]}: {with_interval(sign * c.value, ends, '+.3f')}, "
-            f"{_shown(c)} (p after Holm {_p_cells(c)[1]}); "
+            f"{first} - {what}: {with_interval(sign * c.value, ends, '+.3f')}, "
+            f"{_shown(c)} (p after Holm {c.p_texts[1]}); "
             f"could have shown {c.could_have_shown:.3f}."
         )
     return lines
@@ -187,13 +199,6 @@ def _shown(comparison: Comparison) -> str:
     if comparison.doubt:
         return f"cannot say, because {comparison.doubt}"
     return "shown" if comparison.shown else "not shown"
-
-
-def _p_cells(comparison: Comparison) -> list[str]:
-    """p, and p after Holm's correction."""
-    if comparison.p is None:
-        return ["not computable"] * 2
-    return [number(comparison.p, ".4f"), number(comparison.p_holm, ".4f")]
 
 
 def cautions(board: Board) -> list[str]:
@@ -261,7 +266,7 @@ def _pair_table(board: Board, results: Results) -> Table:
             f"{c.first} - {c.second}",
             number(c.value, "+.3f"),
             interval(c.ci95, "+.3f"),
-            *_p_cells(c),
+            *c.p_texts,
             _shown(c),
             number(c.could_have_shown),
         ]

@@ -3,7 +3,8 @@
 In: a `Kind`, a head's file, a store with the labels of its task. Out: `${run.dir}/KIND.json` and KIND.md,
 written last, so that where they are the other files of the answer are. An existing answer to the same
 question is reused; a look at test participants is counted. Arms: the pre-trained encoder, a randomly
-initialised one where finetune.against_random trained it, and what a kind compares them with.
+initialised one and yardsticks in an encoder's place (finetuning.features.yardsticks) where
+finetune.against_random trained them, and what a kind compares them with.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from finetuning.dense.folds import DenseVolumes, count_look
 from finetuning.dense.head import DenseHead
 from finetuning.dense.kind import Content, Kind, Volumes
 from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.yardsticks import LocalTokens
 from finetuning.heads.head_file import require_same_grid
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
@@ -101,9 +103,12 @@ def _arms(
     """Names, and what predicts a row."""
     yield from kind.baselines(volumes, head).items()
     for arm in head.arms:
-        kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
-        kept.keep_tokens(np.unique(volumes.of(EVALUATED)))
-        planes = kind.planes(cfg, kept, volumes, runtime.device)
+        if isinstance(arm.encoder, LocalTokens):
+            planes = kind.planes(cfg, arm.encoder.to(runtime.device), volumes, runtime.device)
+        else:
+            kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
+            kept.keep_tokens(np.unique(volumes.of(EVALUATED)))
+            planes = kind.planes(cfg, kept, volumes, runtime.device)
         yield arm.name, partial(planes.predict, arm.decoder.to(runtime.device))
 
 

@@ -7,7 +7,7 @@ with intervals of the bootstrap over participants, and the sentence that a paire
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ import pandas as pd
 
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.head import DenseHead
+from finetuning.dense.head import LABELS, PRETRAINED, DenseHead
 from models.probes import intervals
 from models.probes.intervals import doubt, interval95, participant_draws, verdict
 from utils import storage
@@ -91,6 +91,26 @@ class Examined(Generic[Volumes]):
             return gained, nothing
         gained["doubt"] = doubt(gained["ci95"], [len(known_P)], known_P)
         return gained, verdict(gained["value"], gained["ci95"], first, against, what, gained["doubt"])
+
+    def against_free(
+        self, overall: Mapping[str, np.ndarray], sign: int, free: Collection[str], what: str
+    ) -> tuple[dict[str, Any] | None, str]:
+        """What the head gains over the best row without an encoder, of the means of each person, and its
+        sentence; `sign`: 1 where more is better. (None, "") where there is no such row.
+        """
+        there = [name for name in free if name in overall and not np.isnan(overall[name]).all()]
+        if not there:
+            return None, ""
+        best = max(there, key=lambda name: sign * float(np.nanmean(overall[name])))
+        words = f"{LABELS.get(best, best.replace('_', ' '))}, the best row without an encoder"
+        gained, sentence = self.gain(
+            sign * (overall[PRETRAINED] - overall[best]),
+            words,
+            what,
+            f"No participant has both it and {words}.",
+            HEAD,
+        )
+        return {"against": best, **gained}, f" {sentence}"
 
     def write_lines(self, name: str, lines: pd.DataFrame) -> None:
         """A table of the run's folder."""

@@ -10,11 +10,11 @@ finetune.encoder=trained, encoder_weights {arm: weights}.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
@@ -22,6 +22,7 @@ from finetuning.cohort.source import Source
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.layers.decoder import build_decoder
 from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
+from finetuning.features.yardsticks import WIDE, LocalTokens
 from finetuning.heads.head_file import checkpoint_of, common_state, head_url, require_size, trained_encoder
 from models.vit3d import VisionTransformer3D
 from utils.checkpoint import CheckpointError, load_checkpoint, well_formed
@@ -29,7 +30,13 @@ from utils.config.load import config_of_yaml
 from utils.config.schema import Config, StorageOptions
 
 PRETRAINED, RANDOM = "pretrained", "random_init"
-LABELS = {PRETRAINED: "pre-trained encoder", RANDOM: "random initialisation"}
+LOCAL = {"27_patches": None, "random_of_27": WIDE}  # yardsticks in an encoder's place -> random features
+LABELS = {
+    PRETRAINED: "pre-trained encoder",
+    RANDOM: "random initialisation",
+    "27_patches": "voxels of 27 tokens, averaged",
+    "random_of_27": f"{WIDE:,} random ReLU features of 27 tokens",
+}
 KEYS = {"arms", "head_kind", "hidden", "voxels", "encoder", "random_seed", "normalisation", "geometry"}
 KEYS |= {"config", "participants", "pretraining_participants", "validation"}
 
@@ -38,8 +45,8 @@ KEYS |= {"config", "participants", "pretraining_participants", "validation"}
 class Arm:
     """An encoder and the decoder that was trained on its tokens, both in evaluation mode."""
 
-    name: str  # PRETRAINED or RANDOM
-    encoder: VisionTransformer3D
+    name: str  # PRETRAINED, RANDOM or one of LOCAL
+    encoder: VisionTransformer3D | LocalTokens
     decoder: nn.Module
 
 
@@ -55,8 +62,14 @@ class DenseHead:
     state: dict[str, Any]  # the file's content
 
 
-def encoder_of(name: str, cfg: Config, checkpoint: dict[str, Any], url: str) -> VisionTransformer3D:
-    """The frozen encoder of an arm: the checkpoint's, or the one that cfg.seed initialises."""
+def encoder_of(
+    name: str, cfg: Config, checkpoint: dict[str, Any], url: str, mean: Tensor | None = None
+) -> VisionTransformer3D | LocalTokens:
+    """The frozen encoder of an arm: the checkpoint's, the one that cfg.seed initialises, or a yardstick with
+    the mean of the training volumes.
+    """
+    if name in LOCAL:
+        return LocalTokens(cfg, LOCAL[name], mean).eval()
     return pretrained_encoder(cfg, checkpoint, url) if name == PRETRAINED else random_encoder(cfg, cfg.seed)
 
 
@@ -85,6 +98,7 @@ def dense_state(
             "arms": {name: decoder.state_dict() for name, (_, decoder) in arms.items()},
             "voxels": cfg.head.voxels,
             "random_seed": cfg.seed,
+            "local_means": {name: arms[name][0].mean for name in arms if name in LOCAL},
             "validation": validation,
         }
         | ({"encoder_weights": trained} if cfg.finetune.encoder == "trained" else {})
@@ -130,7 +144,7 @@ def open_dense_head(
 
 def _encoders(
     cfg: Config, state: dict[str, Any], url: str, options: StorageOptions, encoder_url: str | None
-) -> dict[str, VisionTransformer3D]:
+) -> Mapping[str, VisionTransformer3D | LocalTokens]:
     """Arm -> its encoder, in evaluation mode; raises CheckpointError."""
     if cfg.finetune.encoder == "trained":
         return {
@@ -138,4 +152,5 @@ def _encoders(
             for name, weights in state["encoder_weights"].items()
         }
     checkpoint, source = checkpoint_of(state, url, options, encoder_url)
-    return {name: encoder_of(name, cfg, checkpoint, source) for name in state["arms"]}
+    means = state.get("local_means", {})  # heads of before have none of these arms
+    return {name: encoder_of(name, cfg, checkpoint, source, means.get(name)) for name in state["arms"]}

@@ -28,9 +28,10 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.cohort.source import Source, check_fit
 from finetuning.dense.folds import DenseVolumes, refuse_overlap
-from finetuning.dense.head import PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
+from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.layers.planes import Planes
 from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
 from finetuning.heads.epochs import Best, Epochs, hand_over
 from finetuning.heads.tuned import is_read, layer_groups
 from models.optimizer import warmup_cosine
@@ -76,7 +77,9 @@ class Trained:
 
 def arms_of(cfg: Config) -> tuple[str, ...]:
     """The encoders that decoders are trained on."""
-    return (PRETRAINED, RANDOM) if cfg.finetune.against_random else (PRETRAINED,)
+    if not cfg.finetune.against_random:
+        return (PRETRAINED,)
+    return PRETRAINED, RANDOM, *(LOCAL if cfg.finetune.encoder == "frozen" else ())
 
 
 def open_volumes(source: Source, read: Callable[[Config, PreparedStore], Volumes]) -> Volumes:
@@ -142,7 +145,11 @@ def train_arm(
     validation volumes. Raises UserError.
     """
     cfg, prefix = source.cfg, "" if name == PRETRAINED else f"{name}/"
-    encoder = encoder_of(name, cfg, source.state, source.url)
+    mean = None
+    if name in LOCAL and LOCAL[name] is not None:
+        rows = np.unique(volumes.of(TRAIN))
+        mean = Neighbourhoods(cfg, volumes.store, rows, runtime).mean(np.ones(len(rows), bool))
+    encoder = encoder_of(name, cfg, source.state, source.url, mean)
     planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
     units, epochs = batches_of(cfg, volumes)
     calendar = epochs.calendar
@@ -183,9 +190,13 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _token_source(
-    encoder: VisionTransformer3D, cfg: Config, volumes: DenseVolumes, runtime: Runtime
+    encoder: VisionTransformer3D | LocalTokens, cfg: Config, volumes: DenseVolumes, runtime: Runtime
 ) -> KeptFeatures | Callable[[Tensor], Tensor]:
-    """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it."""
+    """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it;
+    or a yardstick, which is faster computed than kept.
+    """
+    if isinstance(encoder, LocalTokens):
+        return encoder.to(runtime.device)
     if cfg.finetune.encoder == "frozen":
         kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
         kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
@@ -201,11 +212,14 @@ def _token_source(
     return tokens_of
 
 
-def _optimizer(encoder: VisionTransformer3D, decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
+def _optimizer(encoder: nn.Module, decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
     """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that is
     trained, have the full rate.
     """
-    moved = encoder if cfg.finetune.encoder == "trained" else None
+    moved = None
+    if cfg.finetune.encoder == "trained":
+        assert isinstance(encoder, VisionTransformer3D)
+        moved = encoder
     groups = layer_groups(moved, decoder, cfg.optim.weight_decay, cfg.finetune.layer_decay)
     return torch.optim.AdamW(groups, lr=cfg.optim.base_lr, betas=cfg.optim.betas, eps=cfg.optim.eps)
 

@@ -17,6 +17,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
 from finetuning.cohort.predictions import Scored
 from finetuning.features.pooled import device_features, raw_features
+from models.probes.hidden import fit_hidden_classes, fit_hidden_value
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
 from models.probes.tokens import DensePrediction, Rows, ridge_rows
 from utils.config.schema import Config
@@ -26,6 +27,7 @@ from utils.runtime.single import Runtime
 RANDOM_SEEDS = 3  # random initialisations to compare with
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
+Readout = Callable[[Rows, Rows, Rows], DensePrediction]  # ridge_rows or hidden_rows
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,14 @@ class Probed:
     """What one probe says of every volume, and how it was chosen."""
 
     scored: Scored
-    chosen_c: float  # median over cohorts and labels
+    chosen_c: float | None  # median over cohorts and labels; None: a hidden layer
     val_score: float  # their mean: balanced accuracy, or minus the squared error of a value
     num_features: int
 
 
-def probe(cohorts: Sequence[Cohort], features: Features) -> Probed:
-    """Fit on each cohort's training fold, choose C on its validation fold, score all of its volumes.
+def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False) -> Probed:
+    """Fit on each cohort's training fold, choose C on its validation fold, score all of its volumes;
+    `is_hidden`: one hidden layer, whose step is chosen there.
 
     Raises UserError for a training fold with one class only.
     """
@@ -47,12 +50,12 @@ def probe(cohorts: Sequence[Cohort], features: Features) -> Probed:
     for cohort in cohorts:
         features_nF = features(cohort)
         width = features_nF.shape[1]
-        parts = _fit(cohort, features_nF)
+        parts = _fit(cohort, features_nF, is_hidden)
         scores.append(_volume_scores(cohort, parts, features_nF))
         fitted += parts
     return Probed(
         Scored(tuple(cohorts), tuple(scores)),
-        float(np.median([part.chosen_c for part in fitted])),
+        None if is_hidden else float(np.median([part.chosen_c for part in fitted])),
         float(np.mean([part.val_score for part in fitted])),
         width,
     )
@@ -109,21 +112,25 @@ def join_folds(parts: Sequence[Probed]) -> Probed:
             tuple(cohort for part in parts for cohort in part.scored.cohorts),
             tuple(scores for part in parts for scores in part.scored.scores),
         ),
-        float(np.median([part.chosen_c for part in parts])),
+        None if parts[0].chosen_c is None else float(np.median([part.chosen_c for part in parts])),
         float(np.mean([part.val_score for part in parts])),
         parts[0].num_features,
     )
 
 
-def ridge_by_fold(
-    features_nF: np.ndarray, targets_nL: np.ndarray, person: np.ndarray, fold: np.ndarray
+def read_by_fold(
+    features_nF: np.ndarray,
+    targets_nL: np.ndarray,
+    person: np.ndarray,
+    fold: np.ndarray,
+    readout: Readout = ridge_rows,
 ) -> DensePrediction:
-    """Ridge regression of the evaluated fold, by the protocol of models.probes.tokens."""
+    """Values of the evaluated fold, by the protocol of models.probes.tokens."""
     train, val, evaluated = (
         Rows(features_nF[fold == one], targets_nL[fold == one], person[fold == one])
         for one in (TRAIN, VAL, EVALUATED)
     )
-    return ridge_rows(train, val, evaluated)
+    return readout(train, val, evaluated)
 
 
 def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
@@ -181,11 +188,14 @@ def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> list[Coho
     return parts
 
 
-def _fit(cohort: Cohort, features_nF: np.ndarray) -> list[Fitted]:
+def _fit(cohort: Cohort, features_nF: np.ndarray, is_hidden: bool) -> list[Fitted]:
     """One probe, or one a label; weights are of people, and validation pools the units of a prediction."""
     train, val, evaluated = (cohort.fold == fold for fold in (TRAIN, VAL, EVALUATED))
     require_disjoint(cohort.person[train], cohort.person[val], cohort.person[evaluated])
-    fit = fit_ridge if cohort.kind == "regression" else fit_logistic
+    linear, hidden = (
+        (fit_ridge, fit_hidden_value) if cohort.kind == "regression" else (fit_logistic, fit_hidden_classes)
+    )
+    fit = hidden if is_hidden else linear
     parts = []
     for column in range(cohort.target.shape[1]):
         target = cohort.target[:, column]

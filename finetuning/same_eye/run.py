@@ -30,7 +30,7 @@ from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import pretrained_encoder, random_encoder
-from finetuning.features.probing import ridge_by_fold
+from finetuning.features.probing import read_by_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows, require_same_grid
 from finetuning.same_eye.eyes import Eyes, choose_eyes
 from finetuning.same_eye.measures import icc, nearest
@@ -124,7 +124,7 @@ def _device(eyes: Eyes, features_nF: np.ndarray) -> float | None:
 
 def _thickness(asked: Asked, features_nF: np.ndarray, truth_nL: np.ndarray) -> dict[str, Any]:
     """R2 of layer thickness by ridge, and the ICC over devices of what it predicts, mean over layers."""
-    prediction = ridge_by_fold(features_nF, truth_nL, asked.eyes.person, asked.eyes.fold)
+    prediction = read_by_fold(features_nF, truth_nL, asked.eyes.person, asked.eyes.fold)
     draws = mean_r2_draws(prediction.errors, asked.draws_SP)
     r2 = {"r2": mean_r2(prediction.errors), "r2_ci95": list(interval95(draws))}
     return r2 | agreement(asked, prediction.predicted, asked.layers)

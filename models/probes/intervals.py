@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import t as student
 
 from models.probes.participants import Prediction
 
@@ -77,6 +78,19 @@ def recall_parts(labels_U: np.ndarray, classes_U: np.ndarray) -> np.ndarray:
     """What each unit adds to balanced accuracy [U], which is their sum."""
     _, number_U, count = np.unique(labels_U, return_inverse=True, return_counts=True)
     return (labels_U == classes_U) / (count[number_U] * len(count))
+
+
+def seeds_and_people(score_N: np.ndarray, draws_NS: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of a mean over few seeds: Student's t for the seeds, the variance over people added
+    (degrees of freedom by Satterthwaite). score_N: each seed's score, or paired difference; draws_NS: the
+    same of every resample of people. One seed has no variance that is known, and adds none.
+    """
+    count, centre = len(score_N), float(score_N.mean())
+    people = float(draws_NS.mean(axis=0).var(ddof=1))
+    seeds = float(score_N.var(ddof=1)) / count if count > 1 else 0.0
+    freedom = (count - 1) * ((people + seeds) / seeds) ** 2 if seeds > 0 else math.inf
+    half = float(student.ppf(0.975, freedom)) * math.sqrt(people + seeds)
+    return centre - half, centre + half
 
 
 def sign_flip_p(gains_P: np.ndarray | None) -> float | None:

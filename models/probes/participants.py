@@ -66,17 +66,19 @@ class Fitted:
     """A probe whose C was chosen on validation participants."""
 
     score: Callable[[np.ndarray], np.ndarray]  # features [n, F] -> scores of volumes [n, C]
-    chosen_c: float
+    chosen_c: float | None  # None: a readout without one (models.probes.hidden)
     val_score: float  # as in Prediction
 
 
 def knn_probe(train: Fold, test: Fold, k: int = 20) -> Prediction:
     """Vote shares of the k nearest training volumes by cosine (k at most their number)."""
-    scale, num_classes = _standardise(train), _num_classes(train)
+    scale, num_classes = _standardise(train), num_classes_of(train)
     model = KNeighborsClassifier(min(k, len(train.labels)), metric="cosine").fit(
         scale(train.features), train.labels
     )
-    return _pooled(test, _all_classes(model.predict_proba(scale(test.features)), model.classes_, num_classes))
+    return pooled_by_person(
+        test, all_classes(model.predict_proba(scale(test.features)), model.classes_, num_classes)
+    )
 
 
 def logistic_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] = C_GRID) -> Prediction:
@@ -86,15 +88,17 @@ def logistic_probe(train: Fold, val: Fold, test: Fold, c_grid: Sequence[float] =
     """
     require_disjoint(train.participants, val.participants, test.participants)
     fitted = fit_logistic(train, val, c_grid)
-    result = _pooled(test, fitted.score(test.features))
+    result = pooled_by_person(test, fitted.score(test.features))
     return replace(result, chosen_c=fitted.chosen_c, val_score=fitted.val_score)
 
 
 def fit_logistic(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitted:
     """The probe of logistic_probe; the participants of `val` say whose volumes are pooled there."""
-    _require_two_classes(train)
-    scale, num_classes = _standardise(train), max(_num_classes(train), _num_classes(val))
-    train_x, weight = scale(train.features), _class_weights(train)
+    require_two_classes(train)
+    scale, num_classes = _standardise(train), max(num_classes_of(train), num_classes_of(val))
+    if len(train.labels) < train.features.shape[1]:
+        scale = _in_span(scale, train)
+    train_x, weight = scale(train.features), class_weights(train)
     best: tuple[tuple[float, float, float], Callable[[np.ndarray], np.ndarray]] | None = None
     for c in sorted(c_grid):
         model = LogisticRegression(C=c, max_iter=1000)
@@ -104,9 +108,9 @@ def fit_logistic(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fi
             model.fit(train_x, train.labels, sample_weight=weight)
 
         def score(features: np.ndarray, model: LogisticRegression = model) -> np.ndarray:
-            return _all_classes(model.predict_proba(scale(features)), model.classes_, num_classes)
+            return all_classes(model.predict_proba(scale(features)), model.classes_, num_classes)
 
-        on_val = _pooled(val, score(val.features))
+        on_val = pooled_by_person(val, score(val.features))
         loss = float(log_loss(on_val.labels, on_val.scores, labels=np.arange(num_classes)))
         rank = (balanced_accuracy(on_val), -loss, -c)
         if best is None or rank > best[0]:
@@ -127,7 +131,7 @@ def fit_ridge(train: Fold, val: Fold, c_grid: Sequence[float] = C_GRID) -> Fitte
         def score(features: np.ndarray, model: Ridge = model) -> np.ndarray:
             return np.asarray(model.predict(scale(features)))[:, None]
 
-        on_val = _pooled(val, score(val.features))
+        on_val = pooled_by_person(val, score(val.features))
         rank = (-float(np.mean((on_val.scores[:, 0] - on_val.labels) ** 2)), -c)
         if best is None or rank > best[0]:
             best = rank, score
@@ -142,17 +146,17 @@ def ridge_classifier_probe(train: Fold, test: Fold, c_grid: Sequence[float] = C_
     The penalty 1 / C has the lowest leave-one-volume-out squared error on train; scores are margins.
     Raises ValueError when train holds one class only or the folds share participants.
     """
-    _require_two_classes(train)
+    require_two_classes(train)
     require_disjoint(train.participants, test.participants, test.participants)
-    scale, num_classes = _standardise(train), _num_classes(train)
+    scale, num_classes = _standardise(train), num_classes_of(train)
     model = RidgeClassifierCV(alphas=[1 / c for c in c_grid])
-    model.fit(scale(train.features), train.labels, sample_weight=_class_weights(train))
+    model.fit(scale(train.features), train.labels, sample_weight=class_weights(train))
     margins = model.decision_function(scale(test.features))
     if margins.ndim == 1:  # two classes have one margin
         margins = np.stack([-margins, margins], axis=1)
     scores = np.full((len(margins), num_classes), -np.inf)  # a class that train lacks is never predicted
     scores[:, model.classes_.astype(int)] = margins
-    return replace(_pooled(test, scores), chosen_c=1 / float(model.alpha_))
+    return replace(pooled_by_person(test, scores), chosen_c=1 / float(model.alpha_))
 
 
 def balanced_accuracy(prediction: Prediction) -> float:
@@ -189,7 +193,8 @@ def require_disjoint(train: np.ndarray, val: np.ndarray, test: np.ndarray) -> No
             )
 
 
-def _require_two_classes(train: Fold) -> None:
+def require_two_classes(train: Fold) -> None:
+    """Raise ValueError for a training fold of one class."""
     if len(np.unique(train.labels)) < 2:
         raise ValueError(f"training fold: expected two classes or more, found {np.unique(train.labels)}")
 
@@ -199,11 +204,18 @@ def _standardise(train: Fold) -> Callable[[np.ndarray], np.ndarray]:
     return lambda features: scaler.transform(features.astype(np.float64))
 
 
-def _num_classes(fold: Fold) -> int:
+def _in_span(scale: Callable[[np.ndarray], np.ndarray], train: Fold) -> Callable[[np.ndarray], np.ndarray]:
+    """Features in the span of the training rows, fewer than they: weights with an L2 penalty lie in it."""
+    turn_FK = np.linalg.svd(scale(train.features), full_matrices=False)[2].T
+    return lambda features: scale(features) @ turn_FK
+
+
+def num_classes_of(fold: Fold) -> int:
+    """One more than the largest class number."""
     return int(fold.labels.max()) + 1
 
 
-def _class_weights(fold: Fold) -> np.ndarray:
+def class_weights(fold: Fold) -> np.ndarray:
     """Participant weights, scaled so that every class adds up to the same; mean 1."""
     weight = participant_weights(fold.participants)
     _, number = np.unique(fold.labels, return_inverse=True)
@@ -211,14 +223,14 @@ def _class_weights(fold: Fold) -> np.ndarray:
     return weight / weight.mean()
 
 
-def _all_classes(probabilities: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
+def all_classes(probabilities: np.ndarray, classes: np.ndarray, num_classes: int) -> np.ndarray:
     """A column for every class number; a class that the training fold lacks has probability 0."""
     scores = np.zeros((len(probabilities), num_classes))
     scores[:, classes.astype(int)] = probabilities
     return scores
 
 
-def _pooled(fold: Fold, scores: np.ndarray) -> Prediction:
+def pooled_by_person(fold: Fold, scores: np.ndarray) -> Prediction:
     """Mean score over the volumes of each participant; a participant has one label."""
     ids, first, number = np.unique(fold.participants, return_index=True, return_inverse=True)
     labels = fold.labels[first]

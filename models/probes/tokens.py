@@ -59,7 +59,7 @@ class DensePrediction:
 
     predicted: np.ndarray
     errors: Errors
-    chosen_c: float
+    chosen_c: float | None  # None: a readout without one (models.probes.hidden)
     val_score: float  # R2 on validation participants
 
 
@@ -92,13 +92,19 @@ def ridge_rows(train: Rows, val: Rows, test: Rows, c_grid: Sequence[float] = C_G
     centre_x = (weight_n1 * train_x).sum(0) / weight_n1.sum()
     centre_y = (weight_n1 * train.targets).sum(0) / weight_n1.sum()
     centred = train_x - centre_x
-    # one decomposition serves every C
-    values, vectors = np.linalg.eigh(centred.T @ (weight_n1 * centred))
-    moment = vectors.T @ (centred.T @ (weight_n1 * (train.targets - centre_y)))
+    root_n1 = np.sqrt(weight_n1)
+    rows_x, rows_y = root_n1 * centred, root_n1 * (train.targets - centre_y)
+    # one decomposition serves every C: of features, or of rows where they are fewer
+    if is_dual := rows_x.shape[0] < rows_x.shape[1]:
+        values, vectors = np.linalg.eigh(rows_x @ rows_x.T)
+        moment = vectors.T @ rows_y
+    else:
+        values, vectors = np.linalg.eigh(rows_x.T @ rows_x)
+        moment = vectors.T @ (rows_x.T @ rows_y)
 
     def predict(c: float, x: np.ndarray) -> np.ndarray:
-        slopes = vectors @ (moment / (values.clip(min=0) + 1 / c)[:, None])
-        return (x - centre_x) @ slopes + centre_y
+        solved = vectors @ (moment / (values.clip(min=0) + 1 / c)[:, None])
+        return (x - centre_x) @ (rows_x.T @ solved if is_dual else solved) + centre_y
 
     best: tuple[float, float] | None = None
     for c in sorted(c_grid):

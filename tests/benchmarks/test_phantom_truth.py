@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,13 @@ from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.features import yardsticks
 from finetuning.features.pooled import random_encoder
+from finetuning.features.yardsticks import Yardstick
 from models import vit3d
-from models.probes.tokens import mean_r2
+from models.probes import hidden
+from models.probes.intervals import participant_draws
+from models.probes.tokens import DensePrediction, Rows, errors_by_participant, mean_r2
 from tests.support.finetune_factory import RUNTIME, person, silence
 from tests.support.pipeline_factory import SMOKE
 from utils.checkpoint import CheckpointWriter
@@ -52,7 +57,21 @@ def _six_blocks() -> Iterator[None]:
     """The real width and half the depth: two random blocks say too little of a thickness."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(6, 192, 3))
+        patch.setattr(hidden, "MOST_STEPS", 60)
+        patch.setattr(yardsticks, "WIDE", 64)
         yield
+
+
+def place_alone(cfg: Config, store: PreparedStore, rows: np.ndarray, *others: Any) -> list[Yardstick]:
+    """A yardstick that knows nothing of a volume."""
+    tokens, volumes = np.zeros((*others[1].shape, 0)), np.zeros((len(rows), 1))
+    return [Yardstick("place", "place", lambda _: volumes, lambda _: tokens)]
+
+
+@pytest.fixture(autouse=True)
+def _without_local_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer what is asked here, and take seconds: two tests have them."""
+    monkeypatch.setattr(module, "yardsticks", place_alone)
 
 
 @pytest.fixture(scope="module")
@@ -136,19 +155,27 @@ def looks(world: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (world / "store" / "ledger.jsonl").read_text().splitlines()]
 
 
-def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
+def test_worse_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "yardsticks", yardsticks.yardsticks)
     result = measured(world, tmp_path, trained=silence)
     assert result == json.loads((tmp_path / "run" / "truth.json").read_text())
     assert (result["n_participants"], result["n_volumes"], result["n_tokens"]) == (12, 24, 24 * 24)
     for question in result["questions"]:
         rows = {row["name"]: row["r2"] for row in question["rows"]}
-        assert list(rows) == ["pretrained", "random_init", "control"]
+        local = ["own_voxels", "27_patches", "192_random_of_27", "384_random_of_27"]
+        place = ["place"] if question["name"] == "occupancy" else []
+        assert list(rows) == ["pretrained", "random_init", "control", *place, *local]
+        both = {"linear": question["rows"], "hidden": [row["hidden"] for row in question["rows"]]}
+        for readout, of in both.items():
+            r2 = [row["r2"] for row in of]
+            best = list(rows)[3 + int(np.argmax(r2[3:]))]
+            assert question["compared"][readout] == ["random_init", "control", best]
         for arm in ("random_init", "control"):
             difference = question["differences"][arm]
             assert difference["mean"] == pytest.approx(rows["pretrained"] - rows[arm])
             assert difference["ci95"][1] < 0
         assert "no gain shown" in question["verdict"]
-        assert question["verdict"].endswith("worse than random initialisation and the control.")
+        assert "worse than random initialisation, the control and " in question["verdict"]
     text = module.format_table(result)
     assert text.splitlines()[-2:] == [question["verdict"] for question in result["questions"]]
     look = looks(world)[-1]
@@ -158,19 +185,37 @@ def test_worse_than_both_is_told(world: Path, tmp_path: Path) -> None:
     assert f"of split test, look {result['look']} at them" in text.splitlines()[0]
 
 
-def test_better_than_both_is_told(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_better_than_both_is_told_where_local_voxels_do_not_suffice(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_local: bool
+) -> None:
+    """Here they do: a claim needs a store whose yardsticks are taken away."""
+
     def silent(cfg: Config, seed: int) -> nn.Module:
         encoder = random_encoder(cfg, seed)
         silence(encoder)
         return encoder
 
     monkeypatch.setattr(module, "random_encoder", silent)
+    if is_local:
+        monkeypatch.setattr(module, "yardsticks", yardsticks.yardsticks)
     result = measured(world, tmp_path, control=silence)
     for question in result["questions"]:
         assert question["rows"][0]["r2"] > 0.3
-        assert all(d["ci95"][0] > 0 for d in question["differences"].values())
-        assert ": gained by training. Pre-training is better than random init" in question["verdict"]
-        assert question["verdict"].endswith("better than random initialisation and the control.")
+        both = [question["differences"], question["hidden"]["differences"]]
+        assert all(of[arm]["ci95"][0] > 0 for of in both for arm in ("random_init", "control"))
+        better = "Pre-training is better than random initialisation, the control and place."
+        gained = f": gained by training. {better}"
+        linear, _, with_layer = question["verdict"].partition(" With one hidden layer")
+        if not is_local:
+            assert linear.endswith(gained)
+            assert with_layer == gained
+        elif question["name"] == "occupancy":
+            for text in (linear, with_layer):
+                assert re.search(
+                    r": no gain shown. Pre-training is better than random initialisation and the control, "
+                    r"(worse than|not shown to differ from) .* of 27 tokens", text
+                )  # fmt: skip
 
 
 def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_path: Path) -> None:
@@ -179,10 +224,37 @@ def test_level_and_a_difference_to_one_alone_are_no_learning(world: Path, tmp_pa
     for question in result["questions"]:
         assert question["differences"]["random_init"] == {"mean": 0.0, "ci95": [0.0, 0.0], "doubt": ""}
         assert question["differences"]["control"]["ci95"][0] > 0
-        assert question["verdict"].endswith(
-            "no gain shown. Pre-training is better than the control, not shown to differ from "
-            "random initialisation."
-        )
+        assert "no gain shown. Pre-training is better than the control" in question["verdict"]
+        assert "not shown to differ from random initialisation" in question["verdict"]
+
+
+def test_a_readout_of_too_few_people_cannot_say() -> None:
+    """The other one says what it can."""
+    sure = {"mean": 0.2, "ci95": [0.1, 0.3], "doubt": ""}
+    apart = {"linear": {"control": sure}, "hidden": {"control": sure | {"doubt": "11 participants are few"}}}
+    assert module.verdict("occupancy", apart, {key: ["control"] for key in apart}, {}) == (
+        "Layer occupancy of a token: gained by training. Pre-training is better than the control. With one "
+        "hidden layer: no gain shown. Pre-training is not shown to differ from the control. Cannot say, "
+        "because 11 participants are few."
+    )
+
+
+def test_differences_have_their_doubt() -> None:
+    """Of every arm and readout, over people and not classes."""
+    rng = np.random.default_rng(0)
+    people, truth = np.array([f"{n}" for n in range(11)]), rng.normal(size=(11, 2))
+    rows = Rows(np.zeros((11, 1)), truth, people)
+    of = {
+        name: DensePrediction(truth, errors_by_participant(rows, truth + noise), 1.0, 0.0)
+        for name, noise in (("pretrained", 0.01), *((n, rng.normal(size=truth.shape)) for n in "abc"))
+    }
+    arms = dict(zip(("pretrained", "random_init", "control", "place"), of.values(), strict=True))
+    predictions = {name: dict.fromkeys(module.READOUTS, p) for name, p in arms.items()}
+    result = module.compare("occupancy", predictions, participant_draws(11, 300, 0), {"place": "place"})
+    for differences in (result["differences"], result["hidden"]["differences"]):
+        assert all(d["doubt"].startswith("11 participants are too few") for d in differences.values())
+    assert result["verdict"].count("Cannot say, because 11 participants are too few: 12 are needed") == 2
+    assert "better than" not in result["verdict"]
 
 
 def test_each_encoder_is_its_own(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +344,7 @@ def test_numbers_agree_with_the_evidence(world: Path, tmp_path: Path) -> None:
         cohort.layers, cohort.tokens, cohort.occupancy, fold,
     )  # fmt: skip
     encoder = random_encoder(cfg, 0)
-    pooled, dense = module.token_features(encoder, cfg, store, cohort, RUNTIME)
+    pooled, dense, _ = module.token_features(encoder, cfg, store, cohort.rows, cohort.tokens, RUNTIME)
     expected_pooled, expected_dense, _ = encoder_features(encoder, cfg, store, same, cfg.grid)
     np.testing.assert_allclose(pooled, expected_pooled, atol=1e-4)
     np.testing.assert_allclose(dense, expected_dense, atol=1e-4)

@@ -32,7 +32,7 @@ from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds
 from finetuning.dense.evaluation import answer, evaluate, markdown
 from finetuning.dense.examined import NOT_ASKED, Examined
-from finetuning.dense.head import PRETRAINED, RANDOM, encoder_of
+from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, encoder_of
 from finetuning.dense.layers.decoder import build_decoder, heights_of, surface_loss
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import LAYERS, validation_error
@@ -94,7 +94,12 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     folder, text = evaluated
     content = json.loads((folder / "layers.json").read_text())
     overall = {name: part["value"] for name, part in content["overall"].items()}
-    assert set(overall) == {PRETRAINED, RANDOM, "mean_heights"}
+    assert set(overall) == {PRETRAINED, RANDOM, *LOCAL, "mean_heights"}
+    free = min((*LOCAL, "mean_heights"), key=overall.__getitem__)
+    assert content["against_free"]["against"] == free
+    assert content["against_free"]["value"] == pytest.approx(overall[free] - overall[PRETRAINED])
+    assert re.search(r" (The head .*|No difference shown: )", content["verdict"])
+    assert "doubt" in content["against_free"]
     assert overall[PRETRAINED] < 0.7 * overall["mean_heights"], overall
     assert content["names"] == sorted(content["names"], key=DEPTH_OF_LABEL.__getitem__)
     for arm in content["surfaces"].values():
@@ -102,8 +107,11 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     assert "labels of a machine, not truth" in text
     assert (folder / "layers.md").read_text() == text + "\n"
     head = LAYERS.open_head(str(trained), StorageOptions())
-    first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms)
+    first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms[:2])
     assert not torch.equal(first, second)
+    voxels, random = (arm.encoder for arm in head.arms[2:])
+    assert not voxels.mean.any()
+    assert random.mean.any()  # of the training volumes, from the head's file
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
 
@@ -157,7 +165,9 @@ def test_what_is_asked_again_is_no_look(
     folder, text = evaluated
     ledger = world / "store" / "ledger.jsonl"
     before = ledger.read_text()
-    assert json.loads(before.splitlines()[0])["what"] == "layers: pretrained, random_init"
+    assert json.loads(before.splitlines()[0])["what"] == (
+        "layers: pretrained, random_init, 27_patches, random_of_27"
+    )
     assert evaluate(LAYERS, str(trained), [f"run.dir={folder}"]) == text
     assert ledger.read_text() == before
     (tmp_path / "layers").mkdir()

@@ -27,14 +27,16 @@ from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
 from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_of
 from finetuning.board.page import Board, cautions, write_pages
-from finetuning.board.slices import SliceEncoder
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.cohort.predictions import Predictions, pool
 from finetuning.cohort.source import Source, open_source
 from finetuning.compare import parse
 from finetuning.features import probing
 from finetuning.features.probing import Features, Probed
-from models.probes.intervals import balanced_accuracy_draws, interval95
+from finetuning.features.slices import SliceEncoder
+from finetuning.features.yardsticks import yardsticks
+from models.probes import hidden
+from models.probes.intervals import EXACT_BELOW, balanced_accuracy_draws, interval95
 from models.probes.participants import Prediction, balanced_accuracy, fit_logistic
 from tests.support.finetune_factory import (
     DEVICES,
@@ -51,7 +53,9 @@ from tests.support.finetune_factory import (
 from utils.errors import UserError
 
 LINEAR_PROBE = Path(__file__).resolve().parents[2] / "configs" / "cls_linear_probe.yaml"
-BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot"]
+YARDSTICKS = ["voxels of the token", "voxels of 27 tokens, averaged"]
+YARDSTICKS += [f"{width} random ReLU features of 27 tokens" for width in ("48", "1,024")]
+BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot", *YARDSTICKS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,6 +63,7 @@ def _one_penalty() -> Iterator[None]:
     """Probes choose among one C: nothing here is about that choice, and nine fits a probe are slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+        patch.setattr(hidden, "MOST_STEPS", 15)
         yield
 
 
@@ -188,7 +193,7 @@ def test_answers_are_kept_and_each_new_one_is_a_look(
 def test_another_split_is_another_question(world: Path, runs: Path, board: Board) -> None:
     other = leaderboard(words(world, runs, Path(board.folder).parent, "eval.split=val", columns=()), RUNTIME)
     assert (other.look, other.is_new_look) == (1, True)  # the first look at val
-    assert other.columns == ["linear"]
+    assert other.columns == ["linear", "hidden"]
 
 
 def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
@@ -321,7 +326,7 @@ def test_one_checkpoint_more_asks_for_its_own_answers_alone(
     assert asked == ["silent"]
     other = words(world, runs, tmp_path, "seed=7", columns=())
     leaderboard(other, RUNTIME)
-    assert len(asked) == 9  # another question: everything
+    assert len(asked) == 6 + len(BASELINES)  # another question: everything
 
 
 def test_holm_by_hand() -> None:
@@ -366,6 +371,11 @@ def test_pairs_are_those_of_the_probe_table() -> None:
     assert one.shown
     assert not pairs["x", "z"].shown
     assert one.p_holm >= one.p
+    # at the floor of the resamples the p is no measurement, and says so
+    assert one.p_texts == [f"<= {one.p:.4f}", "<= 0.0120"]
+    assert pairs["x", "z"].p_texts[1] == f"{pairs['x', 'z'].p_holm:.4f}"
+    free = [(c.first, c.second) for c in compare({"linear": rows}, 500, 3, {"y", "z"})]
+    assert free == [("x", "y"), ("x", "z")]
     with pytest.raises(ValueError, match="units of all rows"):
         compare({"linear": rows | {"w": [units(labels[1:], labels[1:])]}}, 100, 0)
 
@@ -399,6 +409,9 @@ def test_no_kind_claims_a_difference_that_cannot_be_said(
     assert one.doubt.startswith(because)
     assert bool(one.doubt) == bool(because)
     assert not one.shown
+    assert one.p_texts == ["not computable"] * 2 if one.p is None else f"{one.p:.4f}" in one.p_texts[0]
+    assert one.p_texts[0].startswith("<= ") == (one.is_floor and one.p is not None)
+    assert not (one.is_floor and len(first.person) < EXACT_BELOW)
     value, _, _, doubt = difference(first, second, 500, 0)
     assert doubt == one.doubt
     parts = gains([first], [second])
@@ -556,6 +569,39 @@ def test_a_2d_encoder_reads_every_bscan_of_the_field(world: Path, tmp_path: Path
         SliceEncoder(folder)
 
 
+def test_a_2d_encoder_gives_tokens_where_they_lie(tmp_path: Path) -> None:
+    """Each the mean over its B-scans; blocks are joined, and the image may have another size."""
+    folder, rng = image_encoder(tmp_path / "vit"), np.random.default_rng(0)
+    scans = torch.from_numpy(rng.integers(0, 255, (2, 1, 32, 32)).astype(np.uint8))
+    volume = torch.cat([scans[0].repeat(2, 1, 1), scans[0], scans[1]])[
+        None
+    ]  # its own size: nothing is resized
+    encoder, grid = SliceEncoder(folder), (2, 2, 2)
+    tokens = encoder.tokens(volume, grid, RUNTIME)
+    with torch.no_grad():
+        images = [(scan[None].float() / 255 - 0.5).expand(1, 3, -1, -1) / 0.5 for scan in scans]
+        first, second = (encoder.model(pixel_values=one).last_hidden_state[0, 1:] for one in images)
+    torch.testing.assert_close(tokens[0], torch.cat([first, (first + second) / 2]))
+    several = SliceEncoder(folder, size=64, blocks=(1, 1))
+    assert several.tokens(volume, grid, RUNTIME).shape == (1, 8, 32)
+    assert several.digest() != encoder.digest()
+    with pytest.raises(UserError, match="--image-blocks: expected blocks from 1 to 1, found 2"):
+        SliceEncoder(folder, blocks=(2,))
+
+
+def test_an_image_model_is_a_yardstick_of_tokens(world: Path, tmp_path: Path) -> None:
+    cfg = config(world, tmp_path)
+    store = PreparedStore.open(cfg.data.store)
+    encoder, tokens = SliceEncoder(image_encoder(tmp_path / "vit")), np.array([[0, 3, -1]])
+    row = yardsticks(cfg, store, np.array([4]), RUNTIME, tokens, encoder)[-1]
+    assert row.name == "slices"
+    assert row.tokens is not None
+    assert row.volumes is not None
+    whole = encoder.tokens(torch.from_numpy(store.read(4))[None], cfg.grid, RUNTIME).numpy()
+    np.testing.assert_allclose(row.tokens(np.array([True]))[0, :2], whole[0, [0, 3]], atol=1e-5)
+    assert row.volumes(np.array([True])).shape == (1, 32)
+
+
 def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) -> None:
     """The control and the 2D encoder are rows; rows without a 3D encoder have no attentive head."""
     asked = words(
@@ -567,7 +613,7 @@ def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) 
         "train.epochs=1",
         checkpoints=(str(runs / "good"),),
         control=str(runs / "silent"),
-        image_encoder=image_encoder(tmp_path / "vit"),
+        image_encoder=SliceEncoder(image_encoder(tmp_path / "vit")),
         columns=("attentive",),
         supervised=True,
     )

@@ -45,7 +45,6 @@ TINY = {
     "finetuning.train": "data.workers=0 train.epochs=1 wandb.mode=disabled",
     "finetuning.compare": "--columns devices",
     "finetuning.power": "--simulate 20",
-    "benchmarks.mask_planes": "--batches 2",
 }
 
 

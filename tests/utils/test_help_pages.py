@@ -105,8 +105,6 @@ def test_every_command_has_help_with_an_example_and_says_where_it_is(
 @pytest.mark.parametrize(
     "line",
     [
-        "benchmarks.mask_planes --batches 0",
-        "benchmarks.attention --repeats 0",
         "benchmarks.data --repeats 0",
         "benchmarks.data --rows 0,7",
     ],

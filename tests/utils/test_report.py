@@ -109,12 +109,16 @@ def test_results_with_probe_whichever_side_wins(
 
 def truth_json(low: float, high: float) -> dict:
     """truth.json of two questions whose differences have this interval."""
-    names = ("pretrained", "random_init", "control")
+    names = ("pretrained", "random_init", "control", "27_patches")
     difference = {"mean": (low + high) / 2, "ci95": [low, high], "doubt": ""}
     differences = dict.fromkeys(names[1:], difference)
-    row = {"r2": 0.6, "ci95": [0.5, 0.7], "val_r2": 0.55, "chosen_c": 0.01}
+    compared = {"linear": list(names[1:]), "hidden": list(names[1:])}
+    of_row = {"r2": 0.6, "ci95": [0.5, 0.7], "val_r2": 0.55}
+    row = of_row | {"chosen_c": 0.01, "hidden": of_row | {"r2": 0.65}}
+    labels = {name: f"features of {name}" for name in names}
+    both = {"linear": differences, "hidden": differences}
     return {
-        "labels": {name: f"features of {name}" for name in names},
+        "labels": labels,
         "control_step": 2,
         "n_participants": 19,
         "n_volumes": 57,
@@ -125,7 +129,9 @@ def truth_json(low: float, high: float) -> dict:
                 "name": name,
                 "rows": [row | {"name": arm} for arm in names],
                 "differences": differences,
-                "verdict": verdict_of_truth(name, differences),
+                "hidden": {"differences": differences},
+                "compared": compared,
+                "verdict": verdict_of_truth(name, both, compared, labels),
             }
             for name in ("occupancy", "thickness")
         ],
@@ -137,9 +143,10 @@ def truth_json(low: float, high: float) -> dict:
     [
         (
             (0.02, 0.1),
-            "gained by training. Pre-training is better than random initialisation and the control.",
+            "gained by training. Pre-training is better than random initialisation, the control and "
+            "features of 27_patches.",
         ),
-        ((-0.1, -0.02), "no gain shown. Pre-training is worse than random initialisation and"),
+        ((-0.1, -0.02), "no gain shown. Pre-training is worse than random initialisation, the "),
         ((-0.02, 0.1), "no gain shown. Pre-training is not shown to differ from random init"),
     ],
 )
@@ -155,7 +162,8 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
     assert names[at : at + 5] == ["occupancy", "", "thickness", "", "probe"]
     mean, ends = f"{sum(interval) / 2:+.3f}", f"{interval[0]:+.3f}, {interval[1]:+.3f}"
     assert (
-        f"R2 0.600, above random init by {mean} [{ends}], control by {mean} [{ends}]; 5432 tok" in lines[at]
+        f"R2 0.600, above random init by {mean} [{ends}], control by {mean} [{ends}], "
+        f"27 patches by {mean} [{ends}]; 5432 tok" in lines[at]
     )
     assert f"Layer occupancy of a token: {words}" in lines[at + 1]
     assert f"Layer thickness of a volume: {words}" in lines[at + 3]
@@ -163,9 +171,23 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
     assert page.index(words) < page.index("Pre-training beats random") < page.index("In numbers")
     assert page.index("layer occupancy of 5432 tokens") < page.index("raw-voxel PCA")
     assert "features of control" in page
+    assert "0.650 [0.500, 0.700]" in page
     out = json.loads((run_dir / "results.json").read_text())["truth"]
     assert out["questions"][0]["differences"]["control"]["ci95"] == list(interval)
     assert out["n_tokens"] == 5432
+
+
+def test_a_truth_of_one_readout_is_still_reported(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of before the second readout and the rows without an encoder."""
+    old = truth_json(0.02, 0.1)
+    for question in old["questions"]:
+        del question["hidden"], question["compared"]
+        for row in question["rows"]:
+            del row["hidden"]
+    (run_dir / "truth.json").write_text(json.dumps(old))
+    main([str(run_dir)])
+    assert "R2 0.600, above random init by +0.060" in capsys.readouterr().out
+    assert "hidden layer: R2" not in (run_dir / "report.html").read_text()
 
 
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:

@@ -356,8 +356,8 @@ class FinetuneConfig:
     )
     against_random: bool = key(
         False,
-        "layers, segmentation, translation: a second decoder on a randomly initialised encoder: what "
-        "pre-training gained",
+        "layers, segmentation, translation: a decoder on a randomly initialised encoder, too, and on two "
+        "rows without an encoder where it is frozen: what pre-training gained",
     )
     layer_decay: float = key(
         0.75,

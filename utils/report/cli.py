@@ -74,9 +74,12 @@ def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
     for question in truth["questions"]:
         name, r2 = question["name"], question["rows"][0]["r2"]
+        # files of before yardsticks compare with all of their rows
+        named = question["compared"]["linear"] if "compared" in question else [*question["differences"]]
         apart = [
             f"{arm.replace('_', ' ')} by {bracketed(d['mean'], d['ci95'], '+.3f')}"
-            for arm, d in question["differences"].items()
+            for arm in named
+            if (d := question["differences"][arm])
         ]
         lines.append((name, f"R2 {r2:.3f}, above {', '.join(apart)}; {units[name]}"))
         lines.append(("", question["verdict"]))

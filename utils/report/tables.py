@@ -15,7 +15,7 @@ import yaml
 from utils.errors import UserError
 from utils.report.health import Health
 from utils.report.run_files import Run, results
-from utils.tables import Table, bracketed, estimate, interval, number, two_cells, with_interval
+from utils.tables import Table, bracketed, estimate, number, two_cells, with_interval
 
 TITLES = {  # of metrics
     "accuracy": "accuracy",
@@ -118,17 +118,21 @@ def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
 
 
 def truth_tables(truth: Mapping[str, Any]) -> list[Table]:
-    """A table for each question of truth.json: R2 of every encoder, and what pre-training is above it by."""
+    """A table for each question of truth.json: R2 of every row by both readouts, and by how much pre-training
+    is above it. Files of before yardsticks have one readout.
+    """
     asked = f"{truth['n_volumes']} volumes of {truth['n_participants']} participants of split test"
     titles = {
         "occupancy": f"layer occupancy of {truth['n_tokens']} tokens, {asked}",
         "thickness": f"layer thickness of {asked}",
     }
+    readouts = ["linear", *(["hidden layer"] if "hidden" in truth["questions"][0] else [])]
+    columns = [f"{readout}: {text}" for readout in readouts for text in ("R2", "pre-training is above it by")]
     return [
         Table(
             f"{titles[question['name']]}, mean over {len(truth['layers'])} layers",
-            ["features", "R2", "95 % interval", "pre-training is above it by", "on val", "C"],
-            [_truth_row(row, truth["labels"], question["differences"]) for row in question["rows"]],
+            ["features", *columns, "C"],
+            [_truth_row(row, truth["labels"], question) for row in question["rows"]],
             question["verdict"],
             bold=(0,),
         )
@@ -136,19 +140,15 @@ def truth_tables(truth: Mapping[str, Any]) -> list[Table]:
     ]
 
 
-def _truth_row(
-    row: Mapping[str, Any], labels: Mapping[str, str], differences: Mapping[str, Any]
-) -> list[str]:
-    """One encoder of one question; pre-training has no difference to itself."""
-    difference = differences.get(row["name"])
-    return [
-        labels[row["name"]],
-        number(row["r2"]),
-        interval(row["ci95"]),
-        bracketed(difference["mean"], difference["ci95"], "+.3f") if difference else "",
-        number(row["val_r2"]),
-        number(row["chosen_c"], "g"),
-    ]
+def _truth_row(row: Mapping[str, Any], labels: Mapping[str, str], question: Mapping[str, Any]) -> list[str]:
+    """One row of one question; pre-training has no difference to itself."""
+    cells = []
+    for of, differences in ((row, question), (row.get("hidden"), question.get("hidden"))):
+        if of is not None and differences is not None:
+            apart = differences["differences"].get(row["name"])
+            above = bracketed(apart["mean"], apart["ci95"], "+.3f") if apart else ""
+            cells += [bracketed(of["r2"], of["ci95"]), above]
+    return [labels[row["name"]], *cells, number(row["chosen_c"], "g")]
 
 
 def data_tables(prepared: dict[str, Any]) -> list[Table]:

@@ -23,7 +23,7 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.cohort.source import Source
 from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
 from finetuning.dense.head import LABELS as ARM_LABELS
-from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
+from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, DenseHead
 from finetuning.dense.kind import Content, Kind, Line
 from finetuning.dense.layers.decoder import surface_loss
 from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
@@ -177,7 +177,11 @@ def answer(examined: Examined[LayerVolumes]) -> Content:
         f"{LABELS[against]}."
     )
     first, asked = ("Pre-training", "") if against == RANDOM else (HEAD, f" {NOT_ASKED}")
-    gained, words = examined.gain(gain, LABELS[against], "boundary error saved in um", nothing, first)
+    saved = "boundary error saved in um"
+    gained, words = examined.gain(gain, LABELS[against], saved, nothing, first)
+    free = None
+    if against == RANDOM:  # else mean heights are the only row without an encoder
+        free, asked = examined.against_free(overall, -1, (*LOCAL, MEAN), saved)
     both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
     ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
     return {
@@ -187,6 +191,7 @@ def answer(examined: Examined[LayerVolumes]) -> Content:
         "truth": examined.volumes.truth,
         "etdrs": _agreement(by_eye(examined.lines), examined.arms, examined.volumes.truth),
         "difference": {"against": against, **gained, "ratio": ratio},
+        "against_free": free,
         "verdict": words + asked,
     }
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from finetuning.cohort.cohort import VAL
 from finetuning.cohort.source import Source
 from finetuning.dense.examined import NOT_ASKED, Examined
-from finetuning.dense.head import LABELS, PRETRAINED, RANDOM
+from finetuning.dense.head import LABELS, LOCAL, PRETRAINED, RANDOM
 from finetuning.dense.kind import Content, Kind, Line
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
@@ -111,6 +111,8 @@ def answer(examined: Examined[ClassVolumes]) -> Content:
         gained = overall[PRETRAINED] - overall[RANDOM]
         difference, content["verdict"] = examined.gain(gained, LABELS[RANDOM], "mean Dice", nothing)
         content["difference"] = {"against": RANDOM, **difference}
+        content["against_free"], above = examined.against_free(overall, 1, LOCAL, "mean Dice")
+        content["verdict"] += above
     return content
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,13 +26,13 @@ from benchmarks.evidence.cohorts import DATA
 from benchmarks.evidence.differences import read_arm
 from benchmarks.evidence.patches import PATCHES
 from benchmarks.evidence.queue import Job, Plan, jobs_of
+from data_setup.masks import MaskPlan
 from models.vjepa3d import VJEPA3D
 from utils.config.load import flatten
 from utils.config.schema import MethodConfig
 from utils.errors import UserError
 
 KEYS_OF_FACTOR = {
-    "control": {"method.control"},
     "parity": {"method.regulariser", "method.regulariser_weight", "method.neighbour_weight"},
     "neighbours": {"method.neighbour_weight"},
     "sampling": {"data.sampling"},
@@ -58,7 +59,7 @@ def test_recipes_share_data_patch_batch_and_model(tmp_path: Path) -> None:
         assert (cfg.seed, cfg.train.max_steps) == (1, 50)
     assert all(t == tables[0] for t in tables)
     recipes = [arm_config(a, 0, 50, tmp_path).method.recipe for a in ARMS if a.factor == "recipe"]
-    assert recipes == ["vjepa2"] * 4 + ["mae"] * 2  # with three controls
+    assert recipes == ["vjepa2"] * 4 + ["mae"] * 3  # with three controls
 
 
 def test_an_arms_patch_is_there_and_trains_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,20 @@ def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
     ):
         arm_by_name("mismatched_latents+penalty_only")
     assert not any(arm.name.startswith(("mismatched_latents+", "control+")) for arm in TRAINED)
-    assert [control.name for control in own_controls(arm_by_name("mae"))] == ["mae+mismatched_targets"]
+    names = {arm: [control.name for control in own_controls(arm_by_name(arm))] for arm in ("mae", "parity")}
+    assert names == {arm: [f"{arm}+mismatched_targets"] for arm in names}  # no latents beside voxels
+    assert own_controls(arm_by_name("device_balanced"))[0].name == "device_balanced+mismatched_latents"
+
+
+@pytest.mark.parametrize(("name", "weight"), [("mae", 0), ("mae_plain", 0), ("mae_neighbours", 1)])
+def test_a_masked_autoencoder_is_one_as_published(tmp_path: Path, name: str, weight: float) -> None:
+    """Three quarters are hidden at random and all of them predicted; as many steps fit as for all."""
+    cfg = arm_config(arm_by_name(name), 0, 50, tmp_path)
+    plan = MaskPlan.from_config(cfg)
+    assert (cfg.method.recipe, cfg.method.mask_ratio, cfg.method.mask_blocks) == ("mae", 0.75, None)
+    assert cfg.method.neighbour_weight == weight
+    count = math.prod(cfg.grid)
+    assert (plan.num_context, plan.num_target) == (count // 4, 3 * count // 4)
 
 
 def test_own_controls_are_run_and_tabled_by_name(tmp_path: Path) -> None:

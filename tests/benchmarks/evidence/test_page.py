@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,25 +16,34 @@ from benchmarks.evidence import cli as evidence
 from benchmarks.evidence import differences, words
 from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM_ARM, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.differences import (
-    BASELINE_LABELS,
-    Draws,
     Scored,
     commits_of_runs,
     difference,
+    people_draws,
     read_arm,
     training_facts,
 )
 from benchmarks.evidence.page import write_results
 from benchmarks.evidence.queue import BASELINES, Plan
-from benchmarks.evidence.scores import load_scores, save_scores, score
+from benchmarks.evidence.scores import TASKS, load_scores, save_scores, score
+from models.probes import hidden
+from models.probes.intervals import seeds_and_people
 from tests.support.evidence_factory import small_truth
 from utils.errors import UserError
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_steps() -> Iterator[None]:
+    """Of the second readout, enough to find what is linear."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hidden, "MOST_STEPS", 90)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough resamples for an interval to be on a side of zero; the tables have three times as many."""
-    monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 600)
+    """Enough resamples for a variance over people; the tables have many times as many."""
+    monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 200)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +61,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             scores = good if arm.name in ("vjepa2", "parity", "no_neighbours") else noise[seed]
             facts = {"name": arm.name, "seed": seed, "rankme": 50.0 + seed, "steps": 7, "alarms": seed}
             save_scores(run_dir(root, arm, seed), scores, facts)
-    for name in BASELINE_LABELS:
-        scores = replace(noise[0], classes=None, thickness=None) if name == "position" else noise[0]
-        save_scores(root / BASELINES / name, scores, {"name": name})
+    for number, name in enumerate(("voxel_pca", "1024_random_of_27", "place")):
+        parts = {task: part for task, part in noise[0].parts.items() if name != "place" or "occ" in task}
+        facts = {"name": name, "label": f"{name} (no encoder)", "number": number}
+        save_scores(root / BASELINES / name, replace(noise[0], parts=parts), facts)
     return root
 
 
@@ -75,56 +86,85 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     facts = rows["vjepa2"]["facts"]
     assert (facts["rankme"], facts["alarms"], facts["seconds_per_step"]) == (51.0, 1.0, None)
     assert "Not run: as many volumes of each device." in text
-    assert set(rows["no_neighbours"]["tasks"]["thickness"]["against"]) == {*CONTROLS, "vjepa2"}
+    best = table["best_free"]["thickness"]
+    assert set(rows["no_neighbours"]["tasks"]["thickness"]["against"]) == {*CONTROLS, "vjepa2", best}
+    assert [row["name"] for row in table["rows"] if row["factor"] == "baseline"] == [
+        "voxel_pca", "1024_random_of_27", "place"
+    ]  # fmt: skip
     assert f"**{value:+.3f} ({low:+.3f} to {high:+.3f})**" in text
 
 
 def test_a_claim_is_above_every_control(finished: Path, tmp_path: Path) -> None:
     """One control that does as well takes the claim away, and the page names it."""
-    before = write_results(finished, tmp_path / "results.md").partition("Above all controls")[2]
+    before = write_results(finished, tmp_path / "results.md").partition("and all controls")[2]
     shown = before.splitlines()
     assert all(
-        "Shown: vjepa2, vicreg 0.05, neighbours 1 (as shipped) (at least +" in line for line in shown[2:5]
+        "Shown: vjepa2, vicreg 0.05, neighbours 1 (as shipped) (at least +" in line for line in shown[2:8]
     )
     root = tmp_path / "level"
     shutil.copytree(finished, root)
     for seed in range(3):
         good, facts = load_scores(run_dir(root, arm_by_name("vjepa2"), seed))
-        save_scores(run_dir(root, arm_by_name("mismatched_targets"), seed), good, facts)
+        save_scores(run_dir(root, arm_by_name("mismatched_latents"), seed), good, facts)
     shutil.rmtree(root / "runs" / "penalty_only")
-    after = write_results(root, tmp_path / "level.md").partition("Above all controls")[2]
-    lines = after.splitlines()[2:5]
+    after = write_results(root, tmp_path / "level.md").partition("and all controls")[2]
+    lines = after.splitlines()[2:8]
     assert all("Shown: none." in line for line in lines)
-    short = "as shipped): not above penalty_only not run, mismatched_targets +0.000 (+0.000 to +0.000)"
+    short = "as shipped): not above penalty_only not run, mismatched_latents +0.000 (+0.000 to +0.000)"
     assert all(short in line for line in lines)
     # another arm's controls are its own, of which this one's penalty alone cannot be
     own = (
         "V-JEPA 2 with nothing added: no penalty, no neighbours: not above parity+mismatched_targets not run"
     )
-    assert all(own in line for line in shown[2:5])
+    assert all(own in line for line in shown[2:8])
     for seed in range(3):
         worst, facts = load_scores(run_dir(root, RANDOM_ARM, seed))
         save_scores(run_dir(root, arm_by_name("parity+mismatched_targets"), seed), worst, facts)
-    again = write_results(root, tmp_path / "level.md").partition("Above all controls")[2]
+    again = write_results(root, tmp_path / "level.md").partition("and all controls")[2]
     assert all(
         "Shown: V-JEPA 2 with nothing added: no penalty, no neighbours (at least +" in line
-        for line in again.splitlines()[2:5]
+        for line in again.splitlines()[2:8]
     )
 
 
+def test_what_an_encoder_free_row_holds_is_no_claim(finished: Path, tmp_path: Path) -> None:
+    """A store where local voxels suffice: the row without an encoder is as good as the recipe."""
+    root = tmp_path / "local"
+    shutil.copytree(finished, root)
+    good, _ = load_scores(run_dir(root, arm_by_name("vjepa2"), 0))
+    row = root / BASELINES / "1024_random_of_27"
+    facts = {"name": row.name, "label": "1,024 random features", "number": 1}
+    save_scores(row, good, facts)
+    lines = write_results(root, tmp_path / "local.md").partition("Above the best row")[2].splitlines()[2:8]
+    assert len(lines) == 6
+    assert all("Shown: none." in line for line in lines)
+    short = "as shipped): not above 1024_random_of_27 +0.000 (+0.000 to +0.000)"
+    assert all(short in line for line in lines)
+
+
 def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
-    """Without drawing seeds, its participants alone would make it one."""
+    """Its participants alone would make it one."""
     plan = Plan.load(finished)
     random, good = (read_arm(plan, a) for a in (RANDOM_ARM, arm_by_name("vjepa2")))
     lucky = replace(random, seeds=[good.seeds[0], *random.seeds[1:]])
-    draws = Draws.of(len(random.seeds[0][0].classes.participants), seeds=3)
-    value, (low, high), _ = difference(lucky, random, "classes", draws)
+    draws_SP = people_draws(len(random.seeds[0][0].parts["classes"].participants))
+    value, (low, high), _ = difference(lucky, random, "classes", draws_SP)
     assert low <= 0 < value < high
-    fixed = replace(draws, seeds_SN=np.tile(np.arange(3), (len(draws.seeds_SN), 1)))
-    again, (low, _), _ = difference(lucky, random, "classes", fixed)
-    assert again == value
-    assert low > 0
-    assert difference(good, random, "classes", draws)[1][0] > 0
+    people = (lucky.draws("classes", draws_SP) - random.draws("classes", draws_SP)).mean(0)
+    assert np.quantile(people, 0.025) > 0
+    assert difference(good, random, "classes", draws_SP)[1][0] > 0
+
+
+def test_an_interval_over_few_seeds_is_students(finished: Path) -> None:
+    """By hand: three seeds without people's variance have t(2) = 4.303; people add theirs."""
+    score = np.array([0.1, 0.2, 0.3])
+    low, high = seeds_and_people(score, np.zeros((3, 50)))
+    assert (high - low) / 2 == pytest.approx(4.30265 * 0.1 / np.sqrt(3), rel=1e-4)
+    draws = np.random.default_rng(0).normal(0, 0.05, (1, 4000))
+    low, high = seeds_and_people(score[:1], draws)
+    assert (high - low) / 2 == pytest.approx(1.96 * 0.05, rel=0.05)
+    wide = seeds_and_people(score, np.repeat(draws * 20, 3, 0))
+    assert (wide[1] - wide[0]) / 2 == pytest.approx(1.96 * np.hypot(1.0, 0.1 / np.sqrt(3)), rel=0.05)
 
 
 def test_eleven_people_a_class_are_no_claim(finished: Path) -> None:
@@ -135,13 +175,14 @@ def test_eleven_people_a_class_are_no_claim(finished: Path) -> None:
         Scored(name, name, "", [(score(truth, lambda _, f=f: f, lambda _: truth.occupancy, (2, 2, 2)), {})])
         for name, f in (("good", x), ("poor", noise))
     )
-    one = difference(good, poor, "classes", Draws.of(47, seeds=1))
+    one = difference(good, poor, "classes", people_draws(47))
     assert one[1][0] > 0
     assert one[2].startswith("11 participants in the smallest class are too few")
     assert (words.verdict(one), words.signed(one)[-11:]) == (words.NOT_SHOWN, " cannot say")
-    for task in ("classes", "thickness", "occupancy"):
-        value = difference(good, poor, task, Draws.of(47, seeds=1))[0]
-        assert (good.parts(task) - poor.parts(task)).sum() == pytest.approx(value)
+    assert words.signed(one, why=True).endswith(f"; cannot say, because {one[2]}")
+    for task in TASKS:
+        value = difference(good, poor, task, people_draws(47))[0]
+        assert (good.gains(task) - poor.gains(task)).sum() == pytest.approx(value)
 
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:

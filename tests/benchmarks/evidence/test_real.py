@@ -226,7 +226,8 @@ def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
     rows = {row["name"]: row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
     assert {"vjepa2", *CONTROLS} <= set(rows)
     assert (tmp_path / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()
-    assert set(rows["vjepa2"]["tasks"]) == {"occupancy"}
+    assert set(rows["vjepa2"]["tasks"]) == {"occupancy", "occupancy_hidden"}
+    assert {"place", "own_voxels", "27_patches", "1024_random_of_27"} < set(rows)
     page = (tmp_path / "real.md").read_text()
     assert "`python -m benchmarks.evidence real --data FOLDER --steps 2 --seeds 1 --only " in page
     assert f" --change '{GEOMETRY[0]}'" in page

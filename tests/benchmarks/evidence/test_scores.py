@@ -7,17 +7,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.evidence import scores
 from benchmarks.evidence.arms import CONFIG
 from benchmarks.evidence.cohorts import FOLDS, tokens_of_another_grid
-from benchmarks.evidence.scores import masks_of_folds, score
+from benchmarks.evidence.scores import baseline_features, masks_of_folds, score
 from benchmarks.truth_tokens import layer_occupancy, valid_tokens
+from data_setup.normalisation import plain_view
 from data_setup.phantom.cli import write_tree
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
+from finetuning.features import yardsticks
+from finetuning.features.pooled import raw_features
+from models.probes import hidden
 from models.probes.tokens import less_protocol_mean, position_columns
 from tests.support.evidence_factory import small_truth
+from utils.config.load import load_config
 from utils.config.schema import SpatialConfig
+from utils.runtime.open import open_runtime
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second readout, enough to find what is linear."""
+    monkeypatch.setattr(hidden, "MOST_STEPS", 120)
 
 
 def test_tokens_of_a_coarser_patch_hold_the_finer_ones() -> None:
@@ -100,7 +114,7 @@ def test_folds_are_by_participant_and_every_class_is_in_each() -> None:
     for person in np.unique(truth.person):
         assert len(set(truth.fold[truth.person == person])) == 1
     evaluated = np.zeros(len(truth.rows), int)
-    for masks in masks_of_folds(truth.fold):
+    for masks in masks_of_folds(truth):
         assert (np.sum(masks, axis=0) == 1).all()
         assert all(set(truth.label[m]) == {0, 1, 2, 3} for m in masks)
         evaluated += masks[2]
@@ -124,6 +138,8 @@ def test_scores_find_what_the_features_hold_and_nothing_in_noise() -> None:
     assert good.of("classes") == 1.0
     assert good.of("thickness") > 0.5
     assert good.of("occupancy") > 0.95
+    assert good.of("classes_hidden") > 0.9
+    assert good.of("occupancy_hidden") > 0.8
     noise = score(truth, lambda _: rng.normal(size=(80, 5)), lambda _: rng.normal(size=(80, 8, 5)), (2, 2, 2))
     assert noise.of("classes") < 0.5
     assert noise.of("thickness") < 0.15
@@ -132,6 +148,38 @@ def test_scores_find_what_the_features_hold_and_nothing_in_noise() -> None:
     place = position_columns(np.arange(8), (2, 2, 2))[None, :, :3]
     placed = replace(truth, occupancy=np.broadcast_to(place, (80, 8, 3)))
     assert score(placed, None, lambda _: np.zeros((80, 8, 0)), (2, 2, 2)).of("occupancy") > 0.99
+
+
+def test_a_baseline_learns_nothing_of_evaluated_people(
+    phantom: tuple[Path, PreparedStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Principal components and the mean of the random features: a voxel of one person who is evaluated."""
+    store = phantom[1]
+    rows = np.asarray(store.kept)
+    truth = replace(small_truth(), rows=rows, tokens=np.tile(np.arange(8), (len(rows), 1)))
+    is_training = np.arange(len(rows)) < len(rows) - 1
+    cfg = load_config(CONFIG, [f"data.store={store.url}", "data.workers=0"])
+    names = "voxel_pca", "27_patches", "192_random_of_27", "1024_random_of_27"
+    rows_of = baseline_features(cfg, store, truth)
+    before = {name: rows_of[name][1](is_training) for name in names}
+    voxels, profile = raw_features(cfg, store, rows, open_runtime(False))
+    spoiled = voxels.copy()
+    spoiled[-1, 0] = 1e6
+    monkeypatch.setattr(scores, "raw_features", lambda *_: (spoiled, profile))
+    monkeypatch.setattr(yardsticks, "plain_view", lambda batch: spoil(batch, int(rows[-1])))
+    after = baseline_features(cfg, store, truth)
+    assert list(after)[-1] == "place"
+    for name in names:
+        features = after[name][1](is_training)
+        np.testing.assert_array_equal(features[:-1], before[name][:-1])
+        assert np.abs(features[-1] - before[name][-1]).max() > 1
+
+
+def spoil(batch: dict[str, torch.Tensor], row: int) -> torch.Tensor:
+    """Views with one voxel far away in one row."""
+    view = plain_view(batch)
+    view[batch["row"] == row, 0, 0, 0, 0] = 1e6
+    return view
 
 
 def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
@@ -143,5 +191,5 @@ def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
         return truth.thickness_um
 
     score(truth, features, None, (2, 2, 2))
-    assert len(seen) == 2 * FOLDS
+    assert len(seen) == 4 * FOLDS
     assert all(not (t & (truth.fold == f)).any() for t, f in zip(seen[:FOLDS], range(FOLDS), strict=True))

@@ -8,7 +8,7 @@ tree. Out: `${run.dir}/truth.json` and a printed table. Two questions, of many a
   occupancy  which share of a token each layer takes: from the token's features and its place
   thickness  each layer's mean thickness in a volume, less what is usual for its protocol: from mean and std
              of the volume's features
-The protocol is that of models.probes.tokens and hidden: two readouts, ridge regression and one hidden layer,
+The protocol is that of benchmarks.evidence.scores: two readouts, ridge regression and one hidden layer,
 fitted on some volumes of split train, penalty and step chosen on some of split val, R2 of the participants of
 split test. Pre-training is compared with the weights that it began with, with the control, and with rows that
 have no encoder (finetuning.features.yardsticks): only what is above the first two and the best of the others
@@ -22,11 +22,13 @@ import argparse
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from benchmarks.evidence.cohorts import Truth
+from benchmarks.evidence.scores import HIDDEN, Scores, score
 from benchmarks.truth_tokens import layer_occupancy, sample_tokens, token_features, valid_tokens
 from data_setup.loader import start_early
 from data_setup.manifest import select_wanted
@@ -39,22 +41,10 @@ from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit
 from finetuning.cohort.source import find_checkpoint as find_in_run
 from finetuning.features.pooled import pretrained_encoder, random_encoder
-from finetuning.features.probing import Readout, read_by_fold
 from finetuning.features.slices import SliceEncoder, image_encoder_of
-from finetuning.features.yardsticks import yardsticks
+from finetuning.features.yardsticks import FoldFeatures, yardsticks
 from models.probes import intervals
-from models.probes.hidden import hidden_rows
 from models.probes.intervals import doubt, interval95, participant_draws, side
-from models.probes.tokens import (
-    DensePrediction,
-    Errors,
-    less_protocol_mean,
-    mean_r2,
-    mean_r2_draws,
-    position_columns,
-    r2_parts,
-    ridge_rows,
-)
 from utils.checkpoint import load_checkpoint
 from utils.cli import add_image_arguments, parse_cli, run_cli
 from utils.config.load import config_of_yaml, flatten
@@ -72,30 +62,11 @@ FORMAT_VERSION = 4
 TRAIN_VOLUMES, VAL_VOLUMES = 96, 32
 MIN_PARTICIPANTS = 2  # in each fold
 PRETRAINED, RANDOM, CONTROL = "pretrained", "random_init", "control"
-READOUTS: dict[str, Readout] = {"linear": ridge_rows, "hidden": hidden_rows}
+READOUTS = {"linear": "", "hidden": HIDDEN}  # and how the tasks of benchmarks.evidence.scores end
 QUESTIONS = {"occupancy": "layer occupancy of a token", "thickness": "layer thickness of a volume"}
 # the control is the same run but for its length and where it stands
 SHARED = ("seed", "augment.", "spatial.", "model.size", "method.", "optim.", "train.global_batch_size")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TruthCohort:
-    """Volumes of the phantom with their truth: n volumes, at most T sampled tokens of each, L layers."""
-
-    rows: np.ndarray  # store rows [n]
-    fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
-    person: np.ndarray  # str [n]
-    protocol: np.ndarray  # str [n]
-    layers: tuple[str, ...]
-    thickness_um: np.ndarray  # [n, L]
-    tokens: np.ndarray  # valid tokens, sorted [n, T]; -1 where there are fewer
-    occupancy: np.ndarray  # share of each layer in these tokens [n, T, L]; 0 where there is none
-
-    @property
-    def is_token(self) -> np.ndarray:
-        """bool [n, T]: false where a volume has fewer valid tokens."""
-        return self.tokens >= 0
 
 
 def choose_rows(cfg: Config, store: PreparedStore) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +96,7 @@ def choose_rows(cfg: Config, store: PreparedStore) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(rows), np.concatenate(folds)
 
 
-def read_truth(cfg: Config, store: PreparedStore) -> TruthCohort:
+def read_truth(cfg: Config, store: PreparedStore) -> Truth:
     """The cohort with its truth from the phantom's tree; UserError names a truth file that is missing."""
     rows, fold = choose_rows(cfg, store)
     layers: tuple[str, ...] = ()
@@ -140,19 +111,22 @@ def read_truth(cfg: Config, store: PreparedStore) -> TruthCohort:
         occupancy.append(np.where(chosen[:, None] >= 0, shares_NL[chosen], 0.0))
         thickness.append(truth["layer_thickness_um"])
     index = store.index.loc[rows]
-    return TruthCohort(
-        rows,
-        fold,
-        index["person_id"].to_numpy(str),
-        index["protocol"].to_numpy(str),
-        layers,
-        np.array(thickness, np.float64),
-        np.array(tokens),
-        np.array(occupancy, np.float32),
+    return Truth(
+        rows=rows,
+        person=index["person_id"].to_numpy(str),
+        protocol=index["protocol"].to_numpy(str),
+        label=np.zeros(len(rows), int),  # no class is asked for
+        classes=(),
+        thickness_um=np.array(thickness, np.float64),
+        layers=layers,
+        tokens=np.array(tokens),
+        occupancy=np.array(occupancy, np.float32),
+        fold=fold,
+        is_split=True,
     )
 
 
-def require_unseen(cohort: TruthCohort, state: dict[str, Any], url: str) -> None:
+def require_unseen(cohort: Truth, state: dict[str, Any], url: str) -> None:
     """Raise UserError if a checkpoint saw a participant who chooses a penalty or is scored."""
     shared = np.intersect1d(cohort.person[cohort.fold != TRAIN], state["participants"])
     if len(shared):
@@ -182,53 +156,38 @@ def require_control(state: dict[str, Any], url: str, control: dict[str, Any], co
             raise UserError(f"{control_url}: {key}: expected {value} as in {url}, found {seen[key]}")
 
 
-def probe_occupancy(
-    cohort: TruthCohort, dense_nTE: np.ndarray, grid: tuple[int, int, int], readout: Readout = ridge_rows
-) -> DensePrediction:
-    """Layer occupancy of split test's tokens from their features and their place."""
-    used = cohort.is_token
-    x = np.concatenate([dense_nTE[used], position_columns(cohort.tokens[used], grid)], axis=1)
-    y = cohort.occupancy[used]
-    volume = np.broadcast_to(np.arange(len(used))[:, None], used.shape)[used]
-    return read_by_fold(x, y, cohort.person[volume], cohort.fold[volume], readout)
-
-
-def probe_thickness(
-    cohort: TruthCohort, pooled_nF: np.ndarray, readout: Readout = ridge_rows
-) -> DensePrediction:
-    """Layer thickness of split test's volumes, relative to the training volumes of their protocol."""
-    y = less_protocol_mean(cohort.thickness_um, cohort.protocol, cohort.fold == TRAIN)
-    return read_by_fold(pooled_nF, y, cohort.person, cohort.fold, readout)
+def _fixed(features: np.ndarray) -> FoldFeatures:
+    """The same in every fold."""
+    return lambda _: features
 
 
 def compare(
-    name: str,
-    predictions: dict[str, dict[str, DensePrediction]],
-    draws_SP: np.ndarray,
-    labels: dict[str, str],
+    name: str, scored: dict[str, Scores], draws_SP: np.ndarray, labels: dict[str, str]
 ) -> dict[str, Any]:
     """One question as truth.json holds it: a row for each arm, and pre-training less each of the others; the
     second readout stands below `hidden`.
 
-    `predictions`: arm -> readout -> what it predicts, PRETRAINED first; `draws_SP`: the same resamples of
-    participants for all. `compared`: the arms that the verdict is about, for each readout; the last is the
-    best row without an encoder, by its score on split test, which favours that row.
+    `scored`: arm -> scores, PRETRAINED first; `draws_SP`: the same resamples of participants for all.
+    `compared`: the arms that the verdict is about, for each readout; the last is the best row without an
+    encoder, by its score on split test, which favours that row.
     """
-    scored = {arm: {r: _scored(p, draws_SP) for r, p in of.items()} for arm, of in predictions.items()}
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
     compared, differences = {}, {}
-    for readout in READOUTS:
-        first = predictions[PRETRAINED][readout].errors
+    for readout, suffix in READOUTS.items():
+        task = f"{name}{suffix}"
+        arms = {arm: scores for arm, scores in scored.items() if task in scores.parts}
+        rows[readout] = {arm: _row(scores, task, draws_SP) for arm, scores in arms.items()}
         differences[readout] = {
-            arm: _difference(first, of[readout].errors, draws_SP)
-            for arm, of in predictions.items()
+            arm: _difference(scored[PRETRAINED], scores, task, draws_SP)
+            for arm, scores in arms.items()
             if arm != PRETRAINED
         }
-        free = [arm for arm in scored if arm not in (PRETRAINED, RANDOM, CONTROL)]
-        best = sorted(free, key=lambda arm: scored[arm][readout]["r2"])[-1:]
+        free = [arm for arm in arms if arm not in (PRETRAINED, RANDOM, CONTROL)]
+        best = sorted(free, key=lambda arm: rows[readout][arm]["r2"])[-1:]
         compared[readout] = [RANDOM, CONTROL, *best]
     return {
         "name": name,
-        "rows": [{"name": arm, **of["linear"], "hidden": of["hidden"]} for arm, of in scored.items()],
+        "rows": [{"name": arm, **row, "hidden": rows["hidden"][arm]} for arm, row in rows["linear"].items()],
         "differences": differences["linear"],
         "hidden": {"differences": differences["hidden"]},
         "compared": compared,
@@ -236,21 +195,25 @@ def compare(
     }
 
 
-def _scored(prediction: DensePrediction, draws_SP: np.ndarray) -> dict[str, Any]:
-    """Of a row by one readout."""
+def _row(scores: Scores, task: str, draws_SP: np.ndarray) -> dict[str, Any]:
+    """Of an arm by one readout."""
     return {
-        "r2": mean_r2(prediction.errors),
-        "ci95": list(interval95(mean_r2_draws(prediction.errors, draws_SP))),
-        "val_r2": prediction.val_score,
-        "chosen_c": prediction.chosen_c,
+        "r2": scores.of(task),
+        "ci95": list(interval95(scores.draws(task, draws_SP))),
+        "val_r2": scores.val[task],
+        "chosen_c": scores.chosen_c[task][0],
     }
 
 
-def _difference(first: Errors, second: Errors, draws_SP: np.ndarray) -> dict[str, Any]:
+def _difference(first: Scores, second: Scores, task: str, draws_SP: np.ndarray) -> dict[str, Any]:
     """First less second, its interval, and the doubt of models.probes.intervals."""
-    ci95 = list(interval95(mean_r2_draws(first, draws_SP) - mean_r2_draws(second, draws_SP)))
-    unclear = doubt(ci95, [draws_SP.shape[1]], r2_parts(first) - r2_parts(second))
-    return {"mean": mean_r2(first) - mean_r2(second), "ci95": ci95, "doubt": unclear}
+    gains_P = first.gains(task) - second.gains(task)
+    ci95 = list(interval95(first.draws(task, draws_SP) - second.draws(task, draws_SP)))
+    return {
+        "mean": float(gains_P.sum()),
+        "ci95": ci95,
+        "doubt": doubt(ci95, first.people(task), gains_P),
+    }
 
 
 def verdict(
@@ -283,7 +246,7 @@ def _and(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def answer_of(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> Answer:
+def answer_of(cfg: Config, store: PreparedStore, cohort: Truth, checksums: Sequence[str]) -> Answer:
     """truth.json: it depends on checkpoints, volumes, folds, truth and keys of the protocol."""
     volumes = store.index.loc[cohort.rows, "checksum"].tolist()
     table = [volumes, cohort.fold.tolist(), cohort.person.tolist(), cohort.tokens.tolist()]
@@ -296,7 +259,7 @@ def _protocol(cfg: Config) -> list[int | bool]:
     return [cfg.seed, intervals.BOOTSTRAP_SAMPLES, cfg.train.use_bf16]
 
 
-def _look(cfg: Config, store: PreparedStore, cohort: TruthCohort, checksums: Sequence[str]) -> int:
+def _look(cfg: Config, store: PreparedStore, cohort: Truth, checksums: Sequence[str]) -> int:
     """Add a look at split test to the ledger; returns its number."""
     unit = cohort.rows.astype(str)
     asked = Cohort("truth", cohort.layers, cohort.rows, cohort.fold, cohort.thickness_um, unit, cohort.person)
@@ -332,31 +295,20 @@ def measure(
         CONTROL: pretrained_encoder(cfg, control, control_url),
     }
     look = _look(cfg, store, cohort, checksums)
-    occupancy: dict[str, dict[str, DensePrediction]] = {}
-    thickness: dict[str, dict[str, DensePrediction]] = {}
     labels = {
         PRETRAINED: "pre-trained encoder (EMA target)",
         RANDOM: f"random initialisation (seed {cfg.seed}, where it began)",
         CONTROL: f"the same run after {control['step']} steps (control)",
     }
-    is_train = cohort.fold == TRAIN
-
-    def answer_by(name: str, pooled: np.ndarray | None, dense: np.ndarray | None) -> None:
-        for readout, read in READOUTS.items():
-            if dense is not None:
-                predicted = probe_occupancy(cohort, dense, cfg.grid, read)
-                occupancy.setdefault(name, {})[readout] = predicted
-            if pooled is not None:
-                thickness.setdefault(name, {})[readout] = probe_thickness(cohort, pooled, read)
-
+    scored: dict[str, Scores] = {}
     for name, encoder in encoders.items():
         log.info("%s: features of %d volumes", name, len(cohort.rows))
         pooled, dense, _ = token_features(encoder, cfg, store, cohort.rows, cohort.tokens, runtime)
-        answer_by(name, pooled, dense)
+        scored[name] = score(cohort, _fixed(pooled), _fixed(dense), cfg.grid)
     for row in yardsticks(cfg, store, cohort.rows, runtime, cohort.tokens, image):
         log.info("%s: features of %d volumes", row.label, len(cohort.rows))
         labels[row.name] = row.label
-        answer_by(row.name, *(of and of(is_train) for of in (row.volumes, row.tokens)))
+        scored[row.name] = score(cohort, row.volumes, row.tokens, cfg.grid)
     result = {
         "format_version": FORMAT_VERSION,
         "checkpoint": url,
@@ -369,14 +321,11 @@ def measure(
         "look": look,
         "n_participants": people,
         "n_volumes": int(is_evaluated.sum()),
-        "n_tokens": int(cohort.is_token[is_evaluated].sum()),
+        "n_tokens": int((cohort.tokens[is_evaluated] >= 0).sum()),
         "n_volumes_train": int((cohort.fold == TRAIN).sum()),
         "n_volumes_val": int((cohort.fold == VAL).sum()),
         "layers": list(cohort.layers),
-        "questions": [
-            compare(question, predictions, draws, labels)
-            for question, predictions in (("occupancy", occupancy), ("thickness", thickness))
-        ],
+        "questions": [compare(question, scored, draws, labels) for question in QUESTIONS],
     }
     return answer.write(result)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.evidence.arms import ARMS, TRAINED, Arm, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.arms import ARMS, TRAINED, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.cohorts import link_data
 from benchmarks.evidence.differences import training_facts
 from benchmarks.evidence.queue import Job, Plan, Queue
@@ -64,23 +64,18 @@ def timed_as(name: str) -> str:
 
 
 def steps_of_budget(root: Path, budget_s: float, names: Sequence[str] | None = None) -> dict[str, int]:
-    """Steps of every arm that fit the budget, from calibration.json; raises UserError where a time is missing
-    of any arm, or, with `names`, of these.
+    """Steps of every arm whose time calibration.json has, so that they fit the budget; an own control has its
+    arm's time of a step. Raises UserError where that of an arm is missing, or, with `names`, of one of these.
     """
-    if names is None:
-        return calibrated_steps(root, budget_s, TRAINED)
-    calibrated_steps(root, budget_s, [arm_by_name(name) for name in names])
-    known = json.loads((root / "calibration.json").read_text())["seconds_per_step"]
-    return calibrated_steps(root, budget_s, [arm for arm in TRAINED if timed_as(arm.name) in known])
-
-
-def calibrated_steps(root: Path, budget_s: float, arms: Sequence[Arm]) -> dict[str, int]:
-    """Steps of these arms that fit the budget; an own control has its arm's time of a step."""
     path = root / "calibration.json"
     if not path.exists():
         raise UserError(f"{path}: expected seconds per step, found none; run `evidence calibrate` first")
     seconds = json.loads(path.read_text())["seconds_per_step"]
-    timed = {timed_as(arm.name) for arm in arms if arm.steps is None}
-    if missing := sorted(timed - seconds.keys()):
+    asked = TRAINED if names is None else map(arm_by_name, names)
+    if missing := sorted({timed_as(arm.name) for arm in asked if arm.steps is None} - seconds.keys()):
         raise UserError(f"{path}: expected seconds per step of {missing[0]}; run `evidence calibrate` again")
-    return {a.name: a.steps or max(2, int(budget_s / seconds[timed_as(a.name)])) for a in arms}
+    return {
+        arm.name: arm.steps or max(2, int(budget_s / seconds[timed_as(arm.name)]))
+        for arm in TRAINED
+        if arm.steps or timed_as(arm.name) in seconds
+    }

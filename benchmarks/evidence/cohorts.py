@@ -48,6 +48,7 @@ class Truth:
     tokens: np.ndarray  # sampled valid tokens of the reference grid, sorted: [n, T]; -1 where there are fewer
     occupancy: np.ndarray  # share of each layer in these tokens [n, T, L]; 0 where there is none
     fold: np.ndarray  # which fold evaluates the row's participant [n]
+    is_split: bool = False  # one fold alone: `fold` is TRAIN, VAL or EVALUATED of finetuning.cohort
     labelled: np.ndarray | None = None  # bool [FOLDS, n]: whose labels each fold may learn; None: all
 
 

@@ -25,9 +25,10 @@ from benchmarks.evidence.arms import RANDOM
 from benchmarks.evidence.cohorts import FOLDS, Truth
 from benchmarks.evidence.differences import Scored, people_draws
 from benchmarks.evidence.scores import TASKS, Scores, load_scores, save_scores
-from benchmarks.evidence.words import TASK_LABELS, table_head
+from benchmarks.evidence.words import TASK_LABELS
 from models.probes.intervals import doubt, seeds_and_people
 from utils.errors import UserError
+from utils.tables import Table, markdown, with_interval
 
 COUNTS, DRAWS, ENDPOINT = (3, 10, 30, 100), 3, 10
 Scorer = Callable[[Truth], Scores]
@@ -147,9 +148,8 @@ class Multiplier:
     @property
     def text(self) -> str:
         words = f"{self.bound} " if self.bound else ""
-        low, high = self.ci95
         unclear = f"; cannot say, because {self.doubt}" if self.doubt else ""
-        return f"{words}{self.value:.2f} ({low:.2f} to {high:.2f}) of {self.against}{unclear}"
+        return f"{words}{with_interval(self.value, self.ci95, '.2f')} of {self.against}{unclear}"
 
 
 def multiplier(task: str, row: Curve, others: Sequence[Curve], counts: Sequence[int]) -> Multiplier:
@@ -194,13 +194,12 @@ def write_curves(root: Path, truth: Truth, rows: Sequence[Scored]) -> str:
             continue
         draws_SP = people_draws(len(having[0].seeds[0][0].parts[task].participants))
         curves = [read_curve(root, row, task, counts, draws_SP) for row in having]
-        lines += [f"## {TASK_LABELS[task]}", "", *table_head(["labelled people", *map(str, counts)])]
+        cells = []
         for curve in curves:
-            cells = []
-            for k in range(len(counts)):
-                low, high = seeds_and_people(curve.score_NC[:, k], curve.draws_NCS[:, k])
-                cells.append(f"{curve.score_NC[:, k].mean():.3f} ({low:.3f} to {high:.3f})")
-            lines.append(f"| {curve.label} | {' | '.join(cells)} |")
+            points = zip(curve.score_NC.T, curve.draws_NCS.swapaxes(0, 1), strict=True)
+            cells.append([curve.label, *(with_interval(s.mean(), seeds_and_people(s, d)) for s, d in points)])
+        header = ["labelled people", *map(str, counts)]
+        lines.append(markdown(Table(TASK_LABELS[task], header, cells, is_text=True)))
         free = [curve for curve in curves if curve.is_free]
         multipliers = [multiplier(task, c, free, counts) for c in curves if c.is_pretrained] if free else []
         lines += [

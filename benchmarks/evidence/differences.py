@@ -1,6 +1,6 @@
 """The numbers of the page from the scores of benchmarks.evidence; all are read from the runs.
 
-In: the folder of runs. Out: a `Table` of scores with intervals and of paired differences. The score of an
+In: the folder of runs. Out: `Results`: scores with intervals, and paired differences. The score of an
 arm, random initialisation included, is the mean over its seeds. Resamples draw participants, the same for all
 arms; few seeds are no bootstrap, so their variance is added by Student's t (models.probes.intervals). Seed i
 of two arms starts from the same weights, so seeds are paired, and two arms that differ only by their seeds
@@ -75,7 +75,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class Results:
     """Everything that table.json holds."""
 
     budget_s: float | None
@@ -219,12 +219,12 @@ def read_rows(plan: Plan) -> dict[str, Scored]:
     return scored
 
 
-def build_table(plan: Plan) -> Table:
+def build_table(plan: Plan) -> Results:
     """Every number of the tables; UserError as read_rows."""
     scored = read_rows(plan)
     participants = next(iter(scored[RANDOM].seeds[0][0].parts.values())).participants
     draws_SP, best = people_draws(len(participants)), best_free(scored)
-    return Table(
+    return Results(
         budget_s=plan.budget_s,
         seeds=plan.seeds,
         steps=plan.steps,

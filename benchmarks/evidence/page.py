@@ -11,48 +11,43 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM, REFERENCE, controls_of_claims
-from benchmarks.evidence.differences import FACTS, Row, Table, build_table
+from benchmarks.evidence.differences import FACTS, Results, Row, build_table
 from benchmarks.evidence.queue import Plan
 from benchmarks.evidence.real import SOURCE
 from benchmarks.evidence.scores import LINEAR_TASKS, TASKS
-from benchmarks.evidence.words import TASK_LABELS, signed, table_head, verdict
+from benchmarks.evidence.words import TASK_LABELS, signed, verdict
 from data_setup.store.reader import PreparedStore
+from utils.tables import NONE, Table, markdown, number, with_interval
 
 
 def score_tables(rows: Sequence[Row], against: str) -> list[str]:
     """Score, interval and a paired difference for every task, a table for each readout."""
     halves = (LINEAR_TASKS, TASKS[len(LINEAR_TASKS) :])
-    return [line for tasks in halves for line in (*score_table(rows, against, tasks), "")]
+    return [line for tasks in halves for line in (score_table(rows, against, tasks), "")]
 
 
-def score_table(rows: Sequence[Row], against: str, tasks: Sequence[str]) -> list[str]:
+def score_table(rows: Sequence[Row], against: str, tasks: Sequence[str]) -> str:
     """Score, interval and a paired difference for these tasks."""
-    lines = table_head(["features", *(f"{TASK_LABELS[t]} | minus {against}" for t in tasks)])
+    lines = []
     for row in rows:
-        cells = [row.label + (f" ({row.failed} failed)" if row.failed else "")]
+        lines.append([row.label + (f" ({row.failed} failed)" if row.failed else "")])
         for task in tasks:
             result = row.tasks.get(task)
-            if result is None:
-                cells += ["-", "-"]
-                continue
-            low, high = result.ci95
-            cells += [f"{result.score:.3f} ({low:.3f} to {high:.3f})", signed(row.difference(task, against))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            score = with_interval(result.score, result.ci95) if result else NONE
+            lines[-1] += [score, signed(row.difference(task, against))]
+    header = [cell for task in tasks for cell in (TASK_LABELS[task], f"minus {against}")]
+    return markdown(Table("", ["features", *header], lines, is_text=True))
 
 
-def training_table(rows: Sequence[Row]) -> list[str]:
+def training_table(rows: Sequence[Row]) -> str:
     """What the runs logged, means over the seeds, and every task's score by seed."""
-    lines = table_head(["features", *(f"{TASK_LABELS[t]}, by seed" for t in TASKS), *FACTS])
+    lines = []
     for row in rows:
-        cells = [row.label]
-        for task in TASKS:
-            values = row.tasks[task].by_seed if task in row.tasks else []
-            cells.append(", ".join(f"{value:.3f}" for value in values) or "-")
-        facts = (row.facts[name] for name in FACTS)
-        cells += ["-" if fact is None else f"{fact:.3g}" for fact in facts]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        seeds = (row.tasks[task].by_seed if task in row.tasks else [] for task in TASKS)
+        scores = (", ".join(map(number, values)) or NONE for values in seeds)
+        lines.append([row.label, *scores, *(number(row.facts[name], ".3g") for name in FACTS)])
+    header = ["features", *(f"{TASK_LABELS[task]}, by seed" for task in TASKS), *FACTS]
+    return markdown(Table("", header, lines, is_text=True))
 
 
 def claims(rows: Sequence[Row], best_free: Mapping[str, str]) -> list[str]:
@@ -85,7 +80,7 @@ def claims(rows: Sequence[Row], best_free: Mapping[str, str]) -> list[str]:
     return [*lines, ""]
 
 
-def conditions(table: Table, plan: Plan) -> list[str]:
+def conditions(table: Results, plan: Plan) -> list[str]:
     """When, where and how the runs were made."""
     is_real = (plan.root / SOURCE).exists()
     if table.budget_s is None:
@@ -116,7 +111,7 @@ def eyes_used(root: Path) -> str:
     return f"* Volumes: {trained} of {listed} trained on, {scored} of {labelled} with labels evaluated."
 
 
-def markdown(table: Table, plan: Plan) -> str:
+def page_of(table: Results, plan: Plan) -> str:
     """The page."""
     trained = [r for r in table.rows if r.factor not in ("baseline", "labels") and r.name != RANDOM]
     not_run = [arm.label for arm in ARMS if arm.name not in {r.name for r in table.rows}]
@@ -131,7 +126,7 @@ def markdown(table: Table, plan: Plan) -> str:
             ),
             *score_tables(table.rows, RANDOM),
             *score_tables([r for r in trained if r.name != REFERENCE], REFERENCE),
-            *training_table(trained),
+            training_table(trained),
             *(["", f"Not run: {', '.join(not_run)}."] if not_run else []),
         ]
     )
@@ -141,7 +136,7 @@ def write_results(root: Path, out: Path) -> str:
     """Write table.json below `root` and the page; returns the page."""
     plan = Plan.load(root)
     table = build_table(plan)
-    text = markdown(table, plan)
+    text = page_of(table, plan)
     (root / "table.json").write_text(json.dumps(asdict(table), indent=1, allow_nan=False) + "\n")
     out.write_text(text + "\n")
     return text

@@ -25,6 +25,7 @@ from benchmarks.evidence.cohorts import FOLDS, Truth, tokens_of_another_grid
 from benchmarks.truth_tokens import token_features
 from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.features.pooled import device_features, raw_features
 from finetuning.features.probing import Readout
 from finetuning.features.slices import SliceEncoder
@@ -95,6 +96,9 @@ class Scores:
 
 def masks_of_folds(truth: Truth) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(training, validation, evaluated) bool [n] of every fold."""
+    if truth.is_split:
+        yield truth.fold == TRAIN, truth.fold == VAL, truth.fold == EVALUATED
+        return
     for number in range(FOLDS):
         val, test = truth.fold == (number + 1) % FOLDS, truth.fold == number
         train = ~(val | test)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks import phantom_truth as module
-from benchmarks.evidence.cohorts import FOLDS, Truth
-from benchmarks.evidence.scores import encoder_features, score_occupancy, score_thickness
+from benchmarks.evidence.scores import Scores, score, score_occupancy, score_thickness
 from data_setup.resample import resample_frames
 from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
@@ -27,7 +27,7 @@ from finetuning.features.yardsticks import Yardstick
 from models import vit3d
 from models.probes import hidden
 from models.probes.intervals import participant_draws
-from models.probes.tokens import DensePrediction, Rows, errors_by_participant, mean_r2
+from models.probes.tokens import Errors, Rows, errors_by_participant, mean_r2
 from tests.support.finetune_factory import RUNTIME, person, silence
 from tests.support.pipeline_factory import SMOKE
 from utils.checkpoint import CheckpointWriter
@@ -242,15 +242,17 @@ def test_a_readout_of_too_few_people_cannot_say() -> None:
 def test_differences_have_their_doubt() -> None:
     """Of every arm and readout, over people and not classes."""
     rng = np.random.default_rng(0)
-    people, truth = np.array([f"{n}" for n in range(11)]), rng.normal(size=(11, 2))
+    people, truth = np.array([f"{n:02d}" for n in range(11)]), rng.normal(size=(11, 2))
     rows = Rows(np.zeros((11, 1)), truth, people)
-    of = {
-        name: DensePrediction(truth, errors_by_participant(rows, truth + noise), 1.0, 0.0)
-        for name, noise in (("pretrained", 0.01), *((n, rng.normal(size=truth.shape)) for n in "abc"))
-    }
-    arms = dict(zip(("pretrained", "random_init", "control", "place"), of.values(), strict=True))
-    predictions = {name: dict.fromkeys(module.READOUTS, p) for name, p in arms.items()}
-    result = module.compare("occupancy", predictions, participant_draws(11, 300, 0), {"place": "place"})
+
+    def scores(noise: np.ndarray | float) -> Scores:
+        tasks = ("occupancy", "occupancy_hidden")
+        errors = errors_by_participant(rows, truth + noise)
+        return Scores(dict.fromkeys(tasks, errors), dict.fromkeys(tasks, 0.0), {t: [1.0] for t in tasks})
+
+    others = ("random_init", "control", "place")
+    scored = {"pretrained": scores(0.01)} | {n: scores(rng.normal(size=truth.shape)) for n in others}
+    result = module.compare("occupancy", scored, participant_draws(11, 300, 0), {"place": "place"})
     for differences in (result["differences"], result["hidden"]["differences"]):
         assert all(d["doubt"].startswith("11 participants are too few") for d in differences.values())
     assert result["verdict"].count("Cannot say, because 11 participants are too few: 12 are needed") == 2
@@ -288,11 +290,10 @@ def test_only_people_of_test_are_scored(world: Path, tmp_path: Path) -> None:
         people = set(cohort.person[cohort.fold == fold])
         assert people == {person(split, n) for n in range(PEOPLE[split])}
     features = np.random.default_rng(0).normal(size=(*cohort.tokens.shape, 5)).astype(np.float32)
-    for prediction in (
-        module.probe_occupancy(cohort, features, cfg.grid),
-        module.probe_thickness(cohort, features[:, 0]),
-    ):
-        assert set(prediction.errors.participants) == {person("test", n) for n in range(PEOPLE["test"])}
+    scores = score(cohort, lambda _: features[:, 0], lambda _: features, cfg.grid)
+    assert set(scores.parts) == {f"{task}{end}" for task in module.QUESTIONS for end in ("", "_hidden")}
+    for part in scores.parts.values():
+        assert set(part.participants) == {person("test", n) for n in range(PEOPLE["test"])}
 
 
 def test_training_volumes_are_bounded_and_all_of_test_is_scored(
@@ -315,11 +316,15 @@ def test_the_truth_is_that_of_its_volume(world: Path, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).normal(size=cohort.occupancy.shape) * 0.01
     known = (cohort.occupancy + noise).astype(np.float32)
     other = np.random.default_rng(1).permutation(len(known))
-    assert mean_r2(module.probe_occupancy(cohort, known, cfg.grid).errors) > 0.95
-    place_alone = mean_r2(module.probe_occupancy(cohort, 0 * known, cfg.grid).errors)
-    assert abs(mean_r2(module.probe_occupancy(cohort, known[other], cfg.grid).errors) - place_alone) < 0.1
-    assert mean_r2(module.probe_thickness(cohort, cohort.thickness_um).errors) > 0.95
-    assert mean_r2(module.probe_thickness(cohort, cohort.thickness_um[other]).errors) < 0.15
+
+    def r2(task: str, features: np.ndarray) -> float:
+        both = (None, lambda _: features) if task == "occupancy" else (lambda _: features, None)
+        return mean_r2(cast(Errors, score(cohort, *both, cfg.grid).parts[task]))
+
+    assert r2("occupancy", known) > 0.95
+    assert abs(r2("occupancy", known[other]) - r2("occupancy", 0 * known)) < 0.1
+    assert r2("thickness", cohort.thickness_um) > 0.95
+    assert r2("thickness", cohort.thickness_um[other]) < 0.15
     # the first surface is flat but for its tilt: what lies in a token is known without the code
     store = PreparedStore.open(cfg.data.store)
     row = cohort.rows[3]
@@ -331,32 +336,19 @@ def test_the_truth_is_that_of_its_volume(world: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(cohort.occupancy[3, : len(share), 0], share, atol=0.01)
 
 
-def test_numbers_agree_with_the_evidence(world: Path, tmp_path: Path) -> None:
-    """One probe protocol: with its folds, benchmarks.evidence scores the same features to the same errors."""
+def test_numbers_agree_with_the_folds_of_the_evidence(world: Path, tmp_path: Path) -> None:
+    """One fold of those: split test is evaluated, split val chooses."""
     cfg = config(world, tmp_path)
-    store = PreparedStore.open(cfg.data.store)
-    cohort = module.read_truth(cfg, store)
-    # of its five folds the first is compared: split test, with split val as its validation fold
+    cohort = module.read_truth(cfg, PreparedStore.open(cfg.data.store))
     training = 2 + np.unique(cohort.person, return_inverse=True)[1] % 3
     fold = np.select([cohort.fold == EVALUATED, cohort.fold == VAL], [0, 1], training)
-    same = Truth(
-        cohort.rows, cohort.person, cohort.protocol, np.zeros(len(fold), int), ("a",), cohort.thickness_um,
-        cohort.layers, cohort.tokens, cohort.occupancy, fold,
-    )  # fmt: skip
-    encoder = random_encoder(cfg, 0)
-    pooled, dense, _ = module.token_features(encoder, cfg, store, cohort.rows, cohort.tokens, RUNTIME)
-    expected_pooled, expected_dense, _ = encoder_features(encoder, cfg, store, same, cfg.grid)
-    np.testing.assert_allclose(pooled, expected_pooled, atol=1e-4)
-    np.testing.assert_allclose(dense, expected_dense, atol=1e-4)
-    assert FOLDS == 5
-    _, occupancy = score_occupancy(same, lambda _: dense, cfg.grid)
-    _, thickness = score_thickness(same, lambda _: pooled)
-    for ours, theirs in (
-        (module.probe_occupancy(cohort, dense, cfg.grid), occupancy[0]),
-        (module.probe_thickness(cohort, pooled), thickness[0]),
+    dense = np.random.default_rng(0).normal(size=(*cohort.tokens.shape, 5)).astype(np.float32)
+    folds = replace(cohort, fold=fold, is_split=False)
+    for (joined, _), (_, parts) in (
+        [score_occupancy(of, lambda _: dense, cfg.grid) for of in (cohort, folds)],
+        [score_thickness(of, lambda _: dense[:, 0]) for of in (cohort, folds)],
     ):
-        np.testing.assert_array_equal(ours.errors.error, theirs.errors.error)
-        assert (ours.chosen_c, ours.val_score) == (theirs.chosen_c, theirs.val_score)
+        np.testing.assert_array_equal(joined.error, parts[0].errors.error)
 
 
 def test_a_store_without_truth_is_refused(

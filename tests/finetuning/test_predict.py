@@ -110,6 +110,10 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     assert main(command) == 0
     assert "now 1, before 1" in capfd.readouterr().out
     assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    (out / one["picture"]).unlink()
+    assert main(command) == 0
+    assert "now 1, before 1" in capfd.readouterr().out
+    assert (out / one["picture"]).read_bytes().startswith(b"\x89PNG")
     assert main([*command[:-1], paths[1]]) == 0
     assert "now 0, before 1; lines of other files, kept: 1" in capfd.readouterr().out
     assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}

@@ -30,7 +30,7 @@ from data_setup.store.writer import StoreWriter, measure, record_fields
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import TransientError
-from utils.terminal import printable
+from utils.terminal import say
 from utils.workers import executor_of, is_lost_worker
 
 WORKER_DIED = "worker_died"  # the process died twice at this file, most often for lack of memory
@@ -251,7 +251,7 @@ def internal_error(path: str, error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
         places = [(frame.filename, str(frame.lineno), frame.name) for frame in frames]
     trace = [f"  {path}:{line} {function}" for path, line, function in places]
-    print(f"{printable(path)}: {type(error).__name__}", *trace, sep="\n", file=sys.stderr)
+    say(f"{path}: {type(error).__name__}", *trace, file=sys.stderr)
     where = f" at {os.path.basename(places[-1][0])}:{places[-1][1]}" if places else ""
     return f"{type(error).__name__}{where}"
 

@@ -62,7 +62,7 @@ from utils import storage
 from utils.cli import add_workers, parse_cli, run_cli
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
-from utils.terminal import track
+from utils.terminal import say, track
 from utils.workers import in_threads
 
 
@@ -171,7 +171,7 @@ def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster:
                 break
     outcomes.close()
     for example in tally.examples:
-        print(f"rejected: {example}", file=sys.stderr)
+        say(f"rejected: {example}", file=sys.stderr)
 
 
 def finalise(
@@ -223,7 +223,7 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
     if tally.first_unread is None:
         return 0
     problem = f"{rejected[UNREAD]} files could not be read, run again; first: {tally.first_unread}"
-    print(f"error: {problem}", file=sys.stderr)
+    say(f"error: {problem}", file=sys.stderr)
     return EXIT_TRY_AGAIN if tally.num_away else EXIT_USER_ERROR
 
 
@@ -287,11 +287,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     uids = {record.path: record.sop_instance_uid for record in listing.records}
     used = index[(index.status == KEPT) & index.listed]
     short = shortfalls(zip(used.person_id, used.split, strict=True), cfg.seed)
-    print("\n".join([table(report), *repeats(index, lines, uids), *short]))
+    print(table(report))
+    say(*repeats(index, lines, uids), *short)
     require_apart(cfg.data.store, index, lines)
     code = _exit_code(cfg, tally)
     if code == EXIT_FINISHED:
-        print(f"next: python -m pretraining.train --config {shlex.join([args.config, *args.overrides])}")
+        say(f"next: python -m pretraining.train --config {shlex.join([args.config, *args.overrides])}")
     return code
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from utils.errors import shown
+
 NONE = "-"  # what does not exist, or was not measured
 
 
@@ -59,7 +61,7 @@ def two_cells(entry: Mapping[str, Any], form: str = ".3f") -> list[str]:
 def markdown(table: Table) -> str:
     """A heading, where the table has a title, its note, and the table."""
     rule = ["---", *["---" if table.is_text else "---:"] * (len(table.header) - 1)]
-    cells = [[text.replace("|", "\\|") for text in line] for line in (table.header, *table.rows)]
+    cells = [[shown(text).replace("|", "\\|") for text in line] for line in (table.header, *table.rows)]
     body = "\n".join(f"| {' | '.join(line)} |" for line in (cells[0], rule, *cells[1:]))
     return "\n\n".join([*([f"## {table.title}"] if table.title else []), *filter(None, [table.note]), body])
 
@@ -73,7 +75,7 @@ def page(title: str, lines: Sequence[str], points: Sequence[str], tables: Sequen
 
 def terminal(table: Table) -> str:
     """The title, aligned columns with the numbers to the right, the note."""
-    texts = [table.header, *table.rows]
+    texts = [[shown(cell) for cell in line] for line in (table.header, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     align = "<" if table.is_text else ">"
     lines = []

@@ -18,6 +18,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from utils.errors import shown
+
 T = TypeVar("T")
 PLAIN_EVERY_S = 30.0  # where nobody watches, so long from one line of `track` to the next
 REDRAWS_PER_S = 5
@@ -112,9 +114,10 @@ class LiveLine:
         self._live.stop()
 
 
-def printable(text: str) -> str:
-    """Text from outside as a terminal may show it: what is no letter or sign as \\x1b, in one line."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+def say(*lines: str, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print lines, each of which stays one whatever names are in it."""
+    if lines:
+        print(*map(shown, lines), sep="\n", file=file, flush=flush)
 
 
 def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T, None, None]:
@@ -122,12 +125,12 @@ def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T,
 
     `unit`: plural, as in '12 of 40 volumes'. Where nobody watches: a line every PLAIN_EVERY_S.
     """
-    pace = Pace(0, total, time.monotonic())
+    pace, title = Pace(0, total, time.monotonic()), shown(title)
     if not is_interactive():
         yield from _plain(items, total, title, unit, pace)
         return
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TextColumn(unit),
         TextColumn("{task.fields[left]}"),
     )  # fmt: skip
     with Progress(*columns, console=_console(), transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
@@ -138,12 +141,12 @@ def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T,
 
 
 def _plain(items: Iterable[T], total: int, title: str, unit: str, pace: Pace) -> Generator[T, None, None]:
-    shown = pace.began
+    last = pace.began
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
-        if now - shown >= PLAIN_EVERY_S:
-            shown = now
+        if now - last >= PLAIN_EVERY_S:
+            last = now
             with contextlib.suppress(OSError):
                 text = f"{title}: {done} of {total} {unit}, {pace.text(done, now)}"
                 print(text, file=sys.stderr, flush=True)

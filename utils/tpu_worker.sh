@@ -78,7 +78,7 @@ wrong() { # prints one fault; the check goes on
 }
 
 tpu_glob() { # prints the pattern of the TPU's devices
-    local glob=${OCT_DEVICE_GLOB:-/dev/accel*}
+    local glob=${OCT_DEVICE_GLOB:-/dev/accel[0-9]*}
     if [[ -z ${OCT_DEVICE_GLOB:-} ]] && compgen -G '/dev/vfio/[0-9]*' >/dev/null; then
         compgen -G "$glob" >/dev/null || glob='/dev/vfio/[0-9]*' # the devices of newer TPUs
     fi

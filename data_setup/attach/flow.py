@@ -37,6 +37,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config
+from utils.errors import shown
 
 CUBE = "flow_cube_file_path"
 IMAGE = "associated_enface_{}_file_path"
@@ -208,4 +209,4 @@ def table(report: Mapping[str, Any]) -> str:
     lines.append(f"cubes that are not used: {words(report['mismatches'])}")
     lines.append(f"en-face images that are not used: {words(report['enface_mismatches'])}")
     lines.append("Flow is what a device's software computed: no measure of speed, and no truth.")
-    return "\n".join(lines)
+    return "\n".join(map(shown, lines))

@@ -31,6 +31,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config
+from utils.errors import shown
 
 UID, PATH = "associated_segmentation_sop_instance_uid", "associated_segmentation_file_path"
 UNCLEAR = "direction_unclear"  # both directions fit: that of the protocol's clear maps, else the file's
@@ -154,4 +155,4 @@ def table(report: Mapping[str, Any]) -> str:
     lines.append(f"not used: {words(report['mismatches'])}")
     lines.append(f"noted: {words(report['notes'], 'nothing')}")
     lines.append("Heights are what a device's software saw: labels of a machine, not truth.")
-    return "\n".join(lines)
+    return "\n".join(map(shown, lines))

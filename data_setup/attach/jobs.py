@@ -28,7 +28,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, fact_of, path_of
 from utils import storage
 from utils.errors import EXIT_TRY_AGAIN, UserError
-from utils.terminal import track
+from utils.terminal import say, track
 from utils.workers import executor_of
 
 STRUCTURAL = "associated_structural_oct"
@@ -211,6 +211,6 @@ def finish(
     storage.write_text(url, json.dumps(report, indent=1) + "\n", store.options)
     print(text)
     if away:
-        print(f"error: {len(away)} {unit} could not be read, run again; first: {away[0]}", file=sys.stderr)
+        say(f"error: {len(away)} {unit} could not be read, run again; first: {away[0]}", file=sys.stderr)
         return EXIT_TRY_AGAIN
     return 0

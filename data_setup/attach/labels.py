@@ -38,7 +38,7 @@ from data_setup.tables.text import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.config.written import plain_yaml
-from utils.errors import UserError
+from utils.errors import UserError, shown
 
 VOLUME, SURFACES = "label_volume", "label_surfaces"  # columns of the manifest
 CLASSES_FILE = "label_classes.yaml"
@@ -268,4 +268,4 @@ def table(report: Mapping[str, Any]) -> str:
         if part["cut_share"]:
             lines.append(f"  {part['cut_share']:.1%} of a volume's labelled voxels lie outside the grid")
     lines.append(f"lines without labels: {words(report['without_labels'])}")
-    return "\n".join(lines)
+    return "\n".join(map(shown, lines))

@@ -15,6 +15,7 @@ from data_setup.manifest import Record
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.store.summary import by_frequency, words
+from utils.errors import shown
 from utils.tables import Table, terminal
 
 _K = TypeVar("_K")
@@ -179,7 +180,7 @@ def table(report: Mapping[str, Any]) -> str:
         counts = map(str, [part["files"], part["status"].get(OK, 0), *eyes])
         rows.append([name, *counts, _commonest(part["shape"]), _commonest(part["spacing_um"])])
     header = ("protocol", "files", "ok", "L", "R", "?", "shape, D x H x W", "spacing, um")
-    lines = [terminal(Table("", header, rows))]
+    lines = terminal(Table("", header, rows)).split("\n")
     for name, part in report["by_device"].items():
         lines.append(
             f"{name}: {part['files']} files, {words(part['transfer_syntax'])}; "
@@ -213,7 +214,7 @@ def table(report: Mapping[str, Any]) -> str:
     )
     lines.append(f"only prepare can see: {'; '.join(report['full_pass_only'])}")
     lines.append(f"verdict: {verdict(report)}, {report['seconds']:.1f} s")
-    return "\n".join(lines)
+    return "\n".join(map(shown, lines))
 
 
 def verdict(report: Mapping[str, Any]) -> str:

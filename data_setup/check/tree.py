@@ -32,7 +32,7 @@ from utils import storage
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.storage.ranges import RangeFile
-from utils.terminal import track
+from utils.terminal import say, track
 from utils.workers import pool_of
 
 EXIT_FOUND_BAD = 1
@@ -234,12 +234,12 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
     url = json_url or storage.join(cfg.data.store, "check_report.json")
     print(check_report.table(report), flush=True)  # first: the report may have no place to be written to
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
-    print(f"report: {url}")
+    say(f"report: {url}")
     if report["unread"]:
         first = next(f for f in findings if f.status == UNREAD)
         message = (
             f"{report['unread']} files could not be read, run again; first: {first.url}: {first.message}"
         )
-        print(f"error: {message}", file=sys.stderr)
+        say(f"error: {message}", file=sys.stderr)
         return EXIT_TRY_AGAIN
     return 0 if report["is_fine"] else EXIT_FOUND_BAD

@@ -37,7 +37,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.help_pages import PeopleParser
 from utils.storage.errors import named_errors
-from utils.terminal import track
+from utils.terminal import say, track
 
 WRITTEN, PRESENT = "written", "there already"
 
@@ -60,7 +60,7 @@ class Expansion:
             self._check_names(members)
             self._check_space(members)
         except ArchiveFault as error:
-            print(f"error: {url}: {error}; nothing of the archive written", file=sys.stderr)
+            say(f"error: {url}: {error}; nothing of the archive written", file=sys.stderr)
             return False
         marker = _marker(members)
         is_trusted = marker in self.sizes and not self.args.verify
@@ -72,7 +72,7 @@ class Expansion:
             for member, result in zip(todo, bar, strict=True):
                 if isinstance(result, ArchiveFault):
                     counts["failed"] += 1
-                    print(f"error: {url}: {member.name!r}: {result}", file=sys.stderr)
+                    say(f"error: {url}: {member.name!r}: {result}", file=sys.stderr)
                 else:
                     counts[result] += 1
                     self.finished[member.name] = member.size, member.crc
@@ -81,7 +81,7 @@ class Expansion:
             place = storage.join(self.args.dst, marker)
             storage.create(place, f"{url}\n".encode(), self.options, self.staging)
         words = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        print(f"{url}: {words or 'no files'}", flush=True)
+        say(f"{url}: {words or 'no files'}", flush=True)
         return not counts["failed"]
 
     def _expand_member(self, url: str, member: Member, is_trusted: bool) -> str | ArchiveFault:
@@ -210,5 +210,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _staging_folder(args.dst) as staging:
         expansion = Expansion(args, options, staging)
         is_fine = [expansion.expand(url) for url in urls]
-    print(f"{len(urls)} archives, {is_fine.count(False)} with errors", flush=True)
+    say(f"{len(urls)} archives, {is_fine.count(False)} with errors", flush=True)
     return 0 if all(is_fine) else EXIT_USER_ERROR

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.help_pages import Parser
+from utils.terminal import say
 
 if TYPE_CHECKING:
     from data_setup.export.volume import ExportVolume
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ", ".join(f"{s:.6g}" for s in volume.spacing_mm),
         )
         facts = f"{shape}, [{mm}] mm, eye {volume.laterality or 'unknown'}, {volume.d_order}"
-        print(f"{join(args.out, next(iter(files)))}: {facts}", flush=True)
+        say(f"{join(args.out, next(iter(files)))}: {facts}", flush=True)
     return 0
 
 

@@ -49,7 +49,7 @@ from utils.cli import add_workers
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.help_pages import Parser
-from utils.terminal import track
+from utils.terminal import say, track
 from utils.workers import pool_of
 
 NAME = "bad_name"  # of what is left out
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     written = write_tables(out, entries, options, named, there, args.forget_missing)
     octa_lines = write_octa(out, entries, octa, options)
     octa_lines = [*octa_lines, *localizers(root, entries, options)]
-    print("\n".join(summarise(root, out, entries, others, written, options, octa_lines, plug, labels)))
+    say(*summarise(root, out, entries, others, written, options, octa_lines, plug, labels))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
 
 
@@ -143,7 +143,7 @@ def _show_readings(rows: Sequence[Entry]) -> None:
             f"name, or say where it is: {better}"
         )
     if len(texts) > 1:
-        print(f"people      the paths can be read in two ways: {texts[0]}; or {texts[1]}")
+        say(f"people      the paths can be read in two ways: {texts[0]}; or {texts[1]}")
 
 
 def _check_places(tree: Tree, out: str) -> None:

@@ -14,7 +14,7 @@ import pandas as pd
 
 from data_setup.store.format import DUPLICATE, KEPT, PENDING
 from data_setup.store.quality import LIMITS, share_between
-from utils.errors import UserError
+from utils.errors import UserError, shown
 from utils.tables import NONE, Table, terminal
 
 AUDIT_NAMES = 20  # files of either kind that the report names
@@ -231,7 +231,7 @@ def table(report: Mapping[str, Any]) -> str:
                 f"warning: {name}: {part['lost_fraction']:.0%} of the scan lies outside the grid; "
                 "see spatial.target_spacing and spatial.image_size"
             )
-    lines = [terminal(Table("", header, rows))]
+    lines = terminal(Table("", header, rows)).split("\n")
     lines.append(f"kept by device: {words({k: v['kept'] for k, v in report['by_device'].items()})}")
     lines.append(f"rejected: {words(report['rejected'])}; skipped: {words(report['skipped'])}")
     lines.append(f"spacing from: {words(report['spacing_source'])}")
@@ -260,4 +260,4 @@ def table(report: Mapping[str, Any]) -> str:
     if run["source_missing"]:
         lines.append(f"source missing now, row kept: {run['source_missing']}")
     lines.append(run_line(run))
-    return "\n".join(lines + warnings)
+    return "\n".join(map(shown, lines + warnings))

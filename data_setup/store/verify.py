@@ -13,6 +13,7 @@ from data_setup.store.reader import PreparedStore, VolumeReader
 from utils.config.schema import Config
 from utils.errors import EXIT_USER_ERROR, TransientError
 from utils.storage import StorageAwayError, StorageError
+from utils.terminal import say
 from utils.workers import executor_of, is_lost_worker
 
 _ROWS = 64  # of a job
@@ -32,12 +33,12 @@ def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
                 raise TransientError(f"{store.url}: {text}; run again, with fewer --workers") from error
             problems |= future.result()
     for _, problem in sorted(problems.items()):
-        print(f"error: {problem}", file=sys.stderr)
+        say(f"error: {problem}", file=sys.stderr)
     if problems:
         text = f"expected {count} volumes as in the index, found {len(problems)} that differ"
-        print(f"error: {store.url}: {text}", file=sys.stderr)
+        say(f"error: {store.url}: {text}", file=sys.stderr)
         return EXIT_USER_ERROR
-    print(f"{store.url}: {count} volumes are what the index says")
+    say(f"{store.url}: {count} volumes are what the index says")
     return 0
 
 

@@ -44,7 +44,7 @@ from utils.log import setup_logging
 from utils.run.lease import Work, hold
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.terminal import printable, track
+from utils.terminal import say, track
 
 FORMAT_VERSION = 1
 EMBEDDING = Work("finetuning.embed into this folder", "another --out")
@@ -193,9 +193,9 @@ def report(url: str, index: pd.DataFrame, num_tried: int) -> int:
     """Print what is in the table and what this start did; returns how many rows have no features."""
     rejects = index[index["status"] != KEPT]
     for fields in rejects.itertuples():
-        print(printable(f"rejected: {fields.path}: {fields.status}: {fields.message}"), file=sys.stderr)
+        say(f"rejected: {fields.path}: {fields.status}: {fields.message}", file=sys.stderr)
     done = len(index) - len(rejects)
-    print(
+    say(
         f"{url}: {done} volumes with features, {len(rejects)} without; "
         f"embedded now {num_tried - len(rejects)}, before {len(index) - num_tried}"
     )

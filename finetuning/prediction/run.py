@@ -39,7 +39,7 @@ from utils.provenance import provenance
 from utils.run.lease import Lease, Work, hold
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.terminal import printable, track
+from utils.terminal import say, track
 
 MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 LAYERS, SEGMENTATION = "layers", "segmentation"  # of task.kind
@@ -123,8 +123,7 @@ def _write(
     versions, num_rejects, num_warned = work.versions, 0, 0
     url = storage.join(out, work.name)
     with closing(Lines(url, versions, common, work.has_files, cfg.data.storage_options)) as lines:
-        for note in work.notes:
-            print(note)
+        say(*work.notes)
         todo = [path for path in versions if path not in lines.done]
         for line in track(work.lines(todo), len(todo), "predict", "volumes"):
             lease.check()
@@ -132,10 +131,9 @@ def _write(
             num_warned += bool(line.get("warnings"))
             if line["status"] != KEPT:
                 num_rejects += 1
-                text = f"rejected: {line['path']}: {line['status']}: {line['message']}"
-                print(printable(text), file=sys.stderr)
+                say(f"rejected: {line['path']}: {line['status']}: {line['message']}", file=sys.stderr)
     num_new = len(todo) - num_rejects
-    print(
+    say(
         f"{url}: {len(lines.done) + num_new} predictions, {num_rejects} files without; "
         f"now {num_new}, before {len(lines.done)}; lines of other files, kept: {len(lines.others)}; "
         f"warned of now: {num_warned}"

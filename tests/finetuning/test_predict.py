@@ -110,6 +110,10 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     assert main(command) == 0
     assert "now 1, before 1" in capfd.readouterr().out
     assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
+    (out / one["picture"]).unlink()
+    assert main(command) == 0
+    assert "now 1, before 1" in capfd.readouterr().out
+    assert (out / one["picture"]).read_bytes().startswith(b"\x89PNG")
     assert main([*command[:-1], paths[1]]) == 0
     assert "now 0, before 1; lines of other files, kept: 1" in capfd.readouterr().out
     assert {line["path"]: line["scores"] for line in lines(out)} == {p: by_path[p]["scores"] for p in paths}
@@ -142,7 +146,7 @@ def test_no_files_name_or_fault_ends_the_others(
     heads: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text from outside is text in a picture, a pipe is not waited for, a fault of ours is one file's."""
-    files, out = tmp_path / "files", tmp_path / "out"
+    files, out = tmp_path / "files", tmp_path / "out\x1b\nforged\r"
     for name in (*ODD_NAMES, "good.dcm", "faulty.dcm"):
         write_opt(files, speckle(16, 200, 48), name=name)
     for name in ("pipe.dcm", "pipe"):
@@ -165,7 +169,9 @@ def test_no_files_name_or_fault_ends_the_others(
     (files / "faulty.dcm").unlink()
     captured = capfd.readouterr()
     assert "5 predictions, 2 files without" in captured.out
-    assert "\x1b" not in captured.out + captured.err
+    text = captured.out + captured.err
+    assert [c for c in text if not c.isprintable() and c != "\n"] == []
+    assert [line for line in text.splitlines() if line.startswith("forged")] == []
     assert main([*command, *(str(files / name) for name in ODD_NAMES)]) == 0
     assert "now 0, before 4" in capfd.readouterr().out
 

@@ -339,6 +339,26 @@ def test_leftovers_are_gone_before_a_write_that_needs_their_space(tmp_path: Path
     assert not (tmp_path / "step_00000001.pt").exists()
 
 
+def test_a_kill_while_an_old_one_is_removed_leaves_no_seal_without_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, [20, 30])
+    remove, removed = storage.remove, []
+
+    def remove_one(url: str, *args: Any, **options: Any) -> None:
+        if "step_00000020" in url:
+            removed.append(url)
+            if len(removed) > 1:
+                raise storage.StorageError(url, "killed here")
+        remove(url, *args, **options)
+
+    monkeypatch.setattr(storage, "remove", remove_one)
+    with contextlib.suppress(CheckpointError):
+        write(tmp_path, [40])
+    assert len(removed) == 2
+    assert list_steps(str(tmp_path)) == [30, 40]
+
+
 def test_names_of_one_checkpoint_share_their_bytes_on_a_disk(tmp_path: Path) -> None:
     writer = CheckpointWriter(str(tmp_path), 1)
     for step in (1, 2):

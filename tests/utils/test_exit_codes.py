@@ -7,16 +7,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from data_setup import prepare
 from data_setup.expand import cli as expand
+from data_setup.index import cli as index
 from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate
 from pretraining import train as loop
 from pretraining.gauges.monitor import FrozenTargetError, LeakError
+from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.process_factory import environment
 from utils.checkpoint import CheckpointError, LastWriteError
@@ -71,6 +74,47 @@ def test_a_strangers_file_name_forges_no_line(
             handler.close()
     for text in (capsys.readouterr().err, (tmp_path / "log.txt").read_text()):
         assert text.count(f"{ITS_ESCAPES}: 3 of it\n") == text.count("\n") == 3
+
+
+FORGING = "1\x1b]0;title\x07\nforged\rover \u202e\x9b"
+MODEL = ("ManufacturerModelName", "1\x07\nforged\rover")
+GRID = ["spatial.target_spacing=[0.75,0.096,0.1875]", "spatial.image_size=[8,24,32]"]
+
+
+def test_a_strangers_file_name_forges_no_line_of_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of a tree, its people, files, devices and archives: what commands print is their own lines alone."""
+    root = tmp_path / FORGING / "scans"
+    for person, voxels in ((FORGING, speckle(16, 200, 48)), (f"{FORGING}2", speckle(16, 200, 48, seed=1))):
+        write_opt(root / person, voxels, name=f"{FORGING}.dcm", edit=lambda ds: setattr(ds, *MODEL))
+    (root / FORGING / f"bad{FORGING}.dcm").write_bytes(b"\0" * 128 + b"DICM damaged")
+    commands: dict[str, Callable[[], int | None]] = {
+        "index": lambda: index.main([str(root), "--workers", "0", "--person", "^([^/]+)/"]),
+        "expand": lambda: expand.main(["--src", str(root / FORGING), "--dst", str(tmp_path / "dst")]),
+    }
+    tables = [f"data.{t}_path={root}/{t}.tsv" for t in ("manifest", "participants")]
+    place = [
+        f"data.gcs_root={root}",
+        "data.max_reject_fraction=1",
+        *tables,
+        f"data.store={tmp_path / FORGING / 'store'}",
+        "--workers",
+        "0",
+    ]
+    for words in ((), ("--check-only",), ("--verify",), ("--audit",)):
+        run = partial(prepare.main, ["--config", str(SMOKE), *place, *GRID, *words])
+        commands[" ".join(("prepare", *words))] = run
+    for name, command in commands.items():
+        if name == "expand":
+            (root / FORGING / f"{FORGING}.zip").write_bytes(b"no archive")
+        if name == "prepare":
+            (root / FORGING / f"{FORGING}.dcm").write_bytes(b"damaged now")
+        exit_code(command)
+        text = "".join(capsys.readouterr())
+        assert [c for c in text if not c.isprintable() and c != "\n"] == [], name
+        assert [line for line in text.splitlines() if line.startswith("forged")] == [], name
+        assert r"\nforged\rover" in text, name
 
 
 @pytest.mark.parametrize(

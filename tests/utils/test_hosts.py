@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment, free_port
 from utils.config.load import accumulation_steps, flatten
 from utils.errors import UserError
+from utils.run import guard
 from utils.run.folder import require_one_configuration, shared_settings
+from utils.runtime import open as open_module
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, is_out_of_memory
 
@@ -185,6 +188,39 @@ def test_xla_is_asked_for_by_pjrt_device_alone(monkeypatch: pytest.MonkeyPatch) 
     assert open_runtime(use_bf16=False).device.type in ("cpu", "cuda")
     monkeypatch.delenv("PJRT_DEVICE")
     assert open_runtime(use_bf16=False, data_timeout_s=1.0).device.type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("device", "variables", "is_refused"),
+    [
+        ("accel0", {}, True),
+        ("vfio/0", {}, True),
+        ("vfio/vfio", {}, False),  # of any machine that gives its devices to virtual ones
+        ("accel/accel0", {}, False),  # of Linux's own accelerators
+        ("accel0", {"PJRT_DEVICE": "CPU"}, False),
+        ("accel0", {"OCT_DEVICE_GLOB": "none"}, False),
+        ("accel0", {"cuda": "1"}, False),
+    ],
+)
+def test_a_training_beside_a_tpu_takes_no_cpu_in_silence(
+    device: str, variables: dict[str, str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    shell = (ROOT / "utils/tpu_worker.sh").read_text()
+    assert all(pattern in shell for pattern in open_module.TPU_DEVICES)
+    patterns = [pattern.replace("/dev", str(tmp_path)) for pattern in open_module.TPU_DEVICES]
+    monkeypatch.setattr(open_module, "TPU_DEVICES", patterns)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: "cuda" in variables)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(guard, "open_runtime", lambda *_: Runtime(torch.device("cpu"), False))
+    text = rf"^PJRT_DEVICE: expected .*{device}.* found none, .* run_tpu_xla\.sh or with PJRT_DEVICE=TPU; "
+    expected = pytest.raises(UserError, match=text) if is_refused else nullcontext()
+    with expected as error, guard.open_engine(small_config("mae", f"run.dir={tmp_path}")):
+        pass
+    assert (error is not None) == is_refused
 
 
 def test_xla_runs_out_of_memory_in_its_own_words() -> None:

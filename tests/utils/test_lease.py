@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -157,6 +158,49 @@ def _of_the_dead(place: str) -> str:
     url = f"{place}/dead.txt"
     storage.write_text(url, json.dumps(asdict(dead)))
     return url
+
+
+@pytest.mark.parametrize(
+    ("start", "expires_s", "is_held"),
+    [
+        (lambda: lease_module.process_start(os.getpid()), 900, True),
+        (lambda: lease_module.process_start(os.getpid()), -900, True),  # it was frozen, or a clock jumped
+        (lambda: 1, 900, False),  # its number was given to another process
+    ],
+)
+def test_a_process_of_this_machine_holds_as_long_as_it_lives(
+    place: str, start: Callable[[], int], expires_s: float, is_held: bool
+) -> None:
+    now, machine = time.time(), lease_module.machine_id()
+    holder = lease_module.Holder("here", machine, os.getpid(), start(), now, now + expires_s)
+    storage.write_text(f"{place}/lease_000001.json", json.dumps(asdict(holder)))
+    expected = pytest.raises(UserError, match="expected no other training") if is_held else nullcontext()
+    with expected, hold(place):
+        assert storage.list_names(place) == ["lease_000002.json"]
+
+
+def test_whoever_creates_a_lower_number_than_another_does_not_hold(place: str) -> None:
+    """It was slow to look: the other one had removed the number in between."""
+    storage.write_text(f"{place}/lease_000007.json", storage.read_text(_of_the_dead(place)))
+    storage.remove(f"{place}/dead.txt")
+    assert not Lease(place, None)._create(6)
+    assert storage.list_names(place) == ["lease_000007.json"]
+
+
+def test_a_successor_on_another_machine_is_no_renewal(place: str, brief: None) -> None:
+    """While a start waits for a silent holder another one takes its place, and is silent too."""
+    now, checks = time.time(), []
+
+    def is_stopped() -> bool:
+        checks.append(1)
+        if len(checks) < 3:
+            since = now + len(checks)
+            holder = lease_module.Holder("there", "another boot", 1, 1, since, now + len(checks) / 5)
+            storage.write_text(f"{place}/lease_000001.json", json.dumps(asdict(holder)))
+        return False
+
+    with hold(place, is_stopped=is_stopped):
+        assert time.time() >= now + 0.4
 
 
 def test_a_renewal_that_fails_is_a_warning_and_the_lease_goes_on_later(

@@ -21,6 +21,7 @@ import zarr
 
 from utils import storage
 from utils.config.schema import StorageOptions
+from utils.storage import local_writes
 from utils.storage.errors import storage_error
 from utils.storage.local_copies import read_through
 from utils.storage.retry import redact
@@ -413,3 +414,23 @@ def test_a_folder_that_may_not_be_listed_is_named(
     monkeypatch.setattr(storage.os, "scandir", refuse)
     assert storage.find_sizes(str(tmp_path)) == {"open/a.dcm": 1}
     assert f"{tmp_path}/secret: no permission to list this folder" in caplog.text
+
+
+def test_a_file_that_another_process_renamed_before_the_lock_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers of one object: what the slower one has open is the faster one's whole file."""
+    partial_file, target = tmp_path / ".x.partial", tmp_path / "x"
+    lock = local_writes.fcntl.flock
+
+    def rename_first(file: Any, how: int) -> None:
+        partial_file.write_bytes(b"of the faster one")
+        os.replace(partial_file, target)
+        if is_there_again:
+            partial_file.touch()
+        lock(file, how)
+
+    monkeypatch.setattr(local_writes.fcntl, "flock", rename_first)
+    for is_there_again in (False, True):  # noqa: B007 (read by the writer above)
+        assert not local_writes.replace_whole(partial_file, b"mine", target)
+        assert target.read_bytes() == b"of the faster one"

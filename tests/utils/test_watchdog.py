@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment
+from utils.runtime import watchdog as module
+from utils.runtime.watchdog import Watchdog
 
 LIMIT_S = 1.0
 HANGS = """
@@ -51,3 +56,38 @@ def test_what_hangs_ends_within_its_limit() -> None:
         line = f"stopped: step 3 takes {LIMIT_S:.0f} s, expected at most {LIMIT_S:g} s"
         assert (line in errors) == (how == "waits"), errors
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("age_s", [0.0, 37.0, 89.9])
+def test_the_thread_looks_before_the_timer_in_c_ends_the_process(
+    age_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has another code, and no word: at the default limit, wherever in its rhythm the phase began."""
+    now, ends, waits = 1000.0, [math.inf], []
+    watchdog = Watchdog(1800.0)
+
+    class Clock:
+        def wait(self, seconds: float) -> bool:
+            nonlocal now
+            now += seconds
+            waits.append(seconds)
+            assert now < ends[-1]
+            return False
+
+    class Ended(Exception):
+        pass
+
+    def leave(code: int) -> None:
+        assert code == 75
+        raise Ended
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(module.faulthandler, "dump_traceback_later", lambda s, **_: ends.append(now + s))
+    monkeypatch.setattr(module.faulthandler, "dump_traceback", lambda **_: None)
+    monkeypatch.setattr(module, "leave", leave)
+    monkeypatch.setattr(watchdog, "_is_over", Clock())
+    watchdog._began = now - age_s
+    with pytest.raises(Ended):
+        watchdog._watch()
+    assert sum(waits) == pytest.approx(1800.0 - age_s)
+    assert ends[-1] == now + module.GRACE_S  # for what holds the log

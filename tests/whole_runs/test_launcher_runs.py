@@ -33,7 +33,7 @@ PYTHON = """#!/usr/bin/env bash
 case "$*" in
 *torch_xla*) exit ;;
 "-m pretraining.train "*)
-    unset PJRT_DEVICE
+    unset PJRT_DEVICE OCT_DEVICE_GLOB
     export RANK=${HOME##*_} WORLD_SIZE=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=$(<../../port) ;;
 esac
 exec %s "$@"

@@ -23,6 +23,7 @@ from utils.report.page import index_page, render
 from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
 from utils.report.tables import DIGITS, file_digest
 from utils.tables import bracketed, number
+from utils.terminal import say
 
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
 
@@ -110,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     runs = [read_run(path) for path in args.runs]
     if args.file is not None:
-        print(*_paths_of(runs, args.file), sep="\n")
+        say(*_paths_of(runs, args.file))
         return
     report = runs[0].path / ("report.html" if len(runs) == 1 else "comparison.html")
     for run in runs:
@@ -123,8 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         head = [("run", str(run.path))] if len(runs) > 1 else []
         state = health(run.series, run.alarms, run.not_finite)
         for name, text in [*head, *summary(results(run)), ("health", state.text)]:
-            print(f"{name:<13} {text}")
-    print(f"{'report':<13} {report}")
+            say(f"{name:<13} {text}")
+    say(f"{'report':<13} {report}")
 
 
 def _paths_of(runs: Sequence[Run], digest: str) -> list[str]:

@@ -19,7 +19,7 @@ from utils.run.folder import last_good
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime import patience
 from utils.runtime.leave import leave
-from utils.runtime.open import open_runtime, report_opened
+from utils.runtime.open import open_runtime, refuse_idle_tpu, report_opened
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
 from utils.runtime.watchdog import Watchdog
@@ -35,6 +35,7 @@ def open_engine(cfg: Config) -> Iterator[Runtime]:
     """
     with ExitStack() as outer:
         watchdog = outer.enter_context(Watchdog(patience.STALL_S))
+        refuse_idle_tpu()
         runtime = open_runtime(cfg.train.use_bf16, patience.DATA_S)
         runtime.watchdog = watchdog
         setup_logging(runtime.rank)

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
+from glob import glob
 
 import torch
 
@@ -20,6 +21,7 @@ from utils.runtime.single import Runtime
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 # Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
 PEER_PATIENCE_S = 600.0
+TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")  # the same in utils/tpu_worker.sh
 
 
 def open_runtime(use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
@@ -38,6 +40,19 @@ def open_runtime(use_bf16: bool, data_timeout_s: float | None = None) -> Runtime
         device = torch.device("cuda", _local_gpu())
         torch.cuda.set_device(device)
     return Runtime(device, use_bf16, join(device, data_timeout_s + PEER_PATIENCE_S))
+
+
+def refuse_idle_tpu() -> None:
+    """Raise UserError where a training would take the CPU beside a TPU, for want of PJRT_DEVICE."""
+    if "PJRT_DEVICE" in os.environ or torch.cuda.is_available():
+        return
+    own = os.environ.get("OCT_DEVICE_GLOB")
+    if found := [path for pattern in ([own] if own else TPU_DEVICES) for path in sorted(glob(pattern))]:
+        raise UserError(
+            f"PJRT_DEVICE: expected a value beside {found[0]}, the device of a TPU, found none, which would "
+            "train on the CPU; start it by run_tpu_xla.sh or with PJRT_DEVICE=TPU; with PJRT_DEVICE=CPU if "
+            "you want the CPU; with OCT_DEVICE_GLOB=none if that is no TPU"
+        )
 
 
 def report_opened(runtime: Runtime) -> None:

@@ -48,16 +48,17 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(self.limit_s / 20):
+        wait_s = self.limit_s / 20
+        while not self._is_over.wait(wait_s):
             rest_s = self.limit_s - (time.monotonic() - self._began)
+            # where the interpreter's lock is never given back, or the log's, this thread stops too, and only
+            # a timer in C is left: it knows no exit code but 1, so this thread looks again before it ends
+            faulthandler.dump_traceback_later(max(0, rest_s) + GRACE_S, exit=True, file=STDERR)
             if rest_s <= 0:
                 self._end()
-            # where the interpreter's lock is never given back, this thread stops too, and only a timer in C
-            # is left: it knows no exit code but 1
-            faulthandler.dump_traceback_later(rest_s + GRACE_S, exit=True, file=STDERR)
+            wait_s = min(self.limit_s / 20, rest_s)
 
     def _end(self) -> None:
-        faulthandler.dump_traceback_later(GRACE_S, exit=True, file=STDERR)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         quiet_s = time.monotonic() - self._began
         text = "stopped: %s takes %.0f s, expected at most %g s; all threads are on stderr"

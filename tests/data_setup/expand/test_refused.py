@@ -166,10 +166,18 @@ def lying(data: bytes, name: str, size: int, content: bytes) -> bytes:
     return patched(data, name, 16, "<L", zlib.crc32(content[:size]))
 
 
+def with_more_behind_the_stream() -> bytes:
+    """A deflated member whose stream ends before its bytes do; its size and CRC-32 are right."""
+    packer, content = zlib.compressobj(wbits=-zlib.MAX_WBITS), b"2" * 99
+    data = make_zip({"x": packer.compress(content) + packer.flush() + b"more"}, zipfile.ZIP_STORED)
+    return patched(lying(data, "x", len(content), content), "x", 10, "<H", zipfile.ZIP_DEFLATED)
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "bad_crc": lambda d: patched(d, "x", 16, "<L", 1),
     "bad_stream": lambda d: flip(d, d.index(b"PK\x03\x04") + 31, 0x06),  # a type of block that there is not
     "bad_stream: expected": lambda d: lying(d, "x", 500, NOISE),  # more real bytes than the directory says
+    "bad_stream: expected a stream": lambda d: with_more_behind_the_stream(),
     "bad_size": lambda d: lying(d, "x", len(NOISE) + 1, NOISE),
     "damaged_header": lambda d: flip(d, d.index(b"PK\x03\x04")),
     "damaged_header: expected data": lambda d: flip(

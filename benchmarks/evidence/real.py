@@ -4,7 +4,7 @@ In: a folder with `manifest.tsv` and `participants.tsv`, as in docs/guides/impor
 column `labels` names the label volume of an eye that is evaluated, and is empty for one that is trained on.
 A label volume holds 0 for no layer and 1..L for the layers: a `.npy` array [D, H, W] that lies as the scan's
 file does (NIfTI: before its affine turns an axis), or a file of 8 bits that `prepare` opens (NIfTI).
-Out, below the root: what `evidence data` writes, so that `calibrate`, `run`, `compute` and `table` go on from
+Out, below the root: what `evidence data` writes, so that `calibrate`, `run`, `curves` and `table` go on from
 there, and labels/, the middle B-scan of every labelled eye with the edges of its layers. Of the tasks only
 layer occupancy is scored.
 """

@@ -174,7 +174,7 @@ def verdicts(board: Board, results: Results) -> list[str]:
     )
     free = {row.entry.label for row in board.rows if row.entry.is_free}
     best = {
-        column: max(free, key=lambda label: results.estimates[label, column]["value"] or -np.inf)
+        column: max(free, key=lambda label: _or_lowest(results.estimates[label, column]["value"]))
         for column in READOUTS
     }
     lines = []
@@ -192,6 +192,11 @@ def verdicts(board: Board, results: Results) -> list[str]:
             f"could have shown {c.could_have_shown:.3f}."
         )
     return lines
+
+
+def _or_lowest(value: float | None) -> float:
+    """For an order: a value that does not exist comes last."""
+    return -np.inf if value is None else value
 
 
 def _shown(comparison: Comparison) -> str:

@@ -26,7 +26,7 @@ from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
 from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_of
-from finetuning.board.page import Board, cautions, write_pages
+from finetuning.board.page import Board, cautions, results_of, verdicts, write_pages
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.cohort.predictions import Predictions, pool
 from finetuning.cohort.source import Source, open_source
@@ -149,6 +149,18 @@ def test_the_caution_counts_people(board: Board) -> None:
     linear = {"linear": Cell((volumes,), (0.5,), 4)}
     (line,) = cautions(replace(board, rows=[replace(board.rows[0], answers={"linear": linear})]))
     assert line.startswith("6 participants in the smallest class are too few: below 12 intervals are too")
+
+
+def test_a_score_of_zero_is_better_than_one_below(board: Board) -> None:
+    """R2 may be negative: the best row without an encoder is then one that has 0."""
+    results = results_of(board)
+    free = [row.entry.label for row in board.rows if row.entry.is_free]
+    values = {(label, "linear"): -0.5 for label in free} | {(free[-1], "linear"): 0.0}
+    estimates = {
+        key: one | {"value": values.get(key, one["value"])} for key, one in results.estimates.items()
+    }
+    lines = verdicts(board, replace(results, estimates=estimates))
+    assert any(f" - {free[-1]}, the best row without an encoder, linear: " in line for line in lines)
 
 
 def kept_answers(board: Board) -> set[str]:

@@ -35,7 +35,13 @@ from utils.storage import Chunks, StorageError
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step_(\d{8})\.json")
 STEP_FILE = re.compile(r"step_\d{8}\.pt")
-SEAL = {"sha256": str, "size": int, "permanent": bool, "step": int}  # older seals have no step
+# older seals have no step; that of a head counts epochs, and may have halves
+SEAL: dict[str, tuple[type, ...]] = {
+    "sha256": (str,),
+    "size": (int,),
+    "permanent": (bool,),
+    "step": (int, float),
+}
 # what the parts of a checkpoint, or of a head's file, are where they are there
 PARTS: dict[str, Any] = {
     "model": dict,
@@ -45,7 +51,7 @@ PARTS: dict[str, Any] = {
     "arms": dict,
     "config": str,
 }
-PARTS |= {"normalisation": str, "participants": (list, dict), "step": int}
+PARTS |= {"normalisation": str, "participants": (list, dict), "step": (int, float)}
 # what torch.load raises for a cut or changed file, depending on the byte where it ends
 DAMAGE: tuple[type[Exception], ...] = (
     pickle.UnpicklingError,
@@ -119,7 +125,7 @@ def _read_seal(url: str, options: StorageOptions | None) -> dict[str, Any]:
     names = set(seal) if isinstance(seal, dict) else set()
     if not {"sha256", "size", "permanent"} <= names <= set(SEAL):
         raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
-    if any(type(value) is not SEAL[name] for name, value in seal.items()):
+    if any(type(value) not in SEAL[name] for name, value in seal.items()):
         raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
     return seal
 

@@ -162,11 +162,11 @@ def parse_sidecar(data: bytes, url: str) -> Sidecar:
         with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines"):
             values = plain_yaml(data.decode("utf-8-sig"))
     except AmbiguousYamlError as error:
-        found = "an octal or sexagesimal number"
+        actual = "an octal or sexagesimal number"
         if error.key is not None:
-            found = f"{error.key if error.key in _RULES else 'a key'} twice"
+            actual = f"{error.key if error.key in _RULES else 'a key'} twice"
         expected = "each key once, and numbers in plain decimal figures"
-        raise OCTReadError(url, RejectReason.BAD_SIDECAR, expected, found) from None
+        raise OCTReadError(url, RejectReason.BAD_SIDECAR, expected, actual) from None
     if not isinstance(values, dict) or not all(isinstance(k, str) for k in values):
         raise OCTReadError(url, RejectReason.BAD_SIDECAR, "`key: value` lines", type(values).__name__)
     for key, value in values.items():

@@ -189,8 +189,8 @@ def test_labels_lie_as_the_array_of_the_scan_does(tmp_path: Path, steps: tuple[i
     store, heights = PreparedStore.open(f"{tmp_path}/store"), StoredHeights.open(f"{tmp_path}/store")
     first = int(store.index.valid_h0[0])
     expected = boxed(store, 0, store.read(0)[:, first].astype(np.float32)) / 20 + first
-    found = boxed(store, 0, heights.read(0)[0])
-    np.testing.assert_allclose(found[1:], expected[1:], atol=0.01)  # the first B-scan has an unknown height
+    stored = boxed(store, 0, heights.read(0)[0])
+    np.testing.assert_allclose(stored[1:], expected[1:], atol=0.01)  # the first B-scan has an unknown height
 
 
 def test_stored_surfaces_are_those_of_the_stored_voxels(tree: Path) -> None:

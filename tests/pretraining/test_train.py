@@ -469,7 +469,7 @@ def test_a_run_directory_that_was_copied_goes_on(folder: Path, tmp_path: Path, f
     run = shutil.copytree(finished, tmp_path / "copied")
     step = f"run.dir={run}", "train.max_steps=9"
     elsewhere = pytest.raises(
-        UserError, match=r"data\.store: expected .* a link from the old path to the new"
+        UserError, match=r"data\.store: expected .*\(a link from the old path to the new"
     )
     with elsewhere:
         train(pipeline_config(folder, *step, f"data.store={tmp_path}/store"))

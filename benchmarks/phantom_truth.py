@@ -255,8 +255,9 @@ def answer_of(cfg: Config, store: PreparedStore, cohort: Truth, checksums: Seque
     return Answer(cfg.run.dir, "truth", digest(facts))
 
 
-def _protocol(cfg: Config) -> list[int | bool]:
-    return [cfg.seed, intervals.BOOTSTRAP_SAMPLES, cfg.train.use_bf16]
+def _protocol(cfg: Config) -> list[Any]:
+    blocks = cfg.model.feature_blocks
+    return [cfg.seed, intervals.BOOTSTRAP_SAMPLES, cfg.train.use_bf16, *([blocks] if blocks else [])]
 
 
 def _look(cfg: Config, store: PreparedStore, cohort: Truth, checksums: Sequence[str]) -> int:
@@ -295,9 +296,10 @@ def measure(
         CONTROL: pretrained_encoder(cfg, control, control_url),
     }
     look = _look(cfg, store, cohort, checksums)
+    began = "" if state.get("imported_from") else ", where it began"
     labels = {
         PRETRAINED: "pre-trained encoder (EMA target)",
-        RANDOM: f"random initialisation (seed {cfg.seed}, where it began)",
+        RANDOM: f"random initialisation (seed {cfg.seed}{began})",
         CONTROL: f"the same run after {control['step']} steps (control)",
     }
     scored: dict[str, Scores] = {}

@@ -281,7 +281,7 @@ BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "models": (15, 5, 20),
     "pretraining": (10, 5, 25),
     "finetuning": (16, 8, 50),
-    "utils": (19, 8, 44),
+    "utils": (19, 8, 46),  # tables and terminal show a stranger's names by utils.errors
 }
 COMMANDS = {  # what a person runs as `python -m NAME`
     "data_setup.expand",
@@ -300,8 +300,8 @@ COMMANDS = {  # what a person runs as `python -m NAME`
     "utils.doctor",
     "utils.report",
 }
-# 97 keys, and the three of a family of method.mask_blocks; model.feature_blocks and optim.layer_decay came with the
-# start from an image model
+# 97 keys, and the three of a family of method.mask_blocks. model.feature_blocks and optim.layer_decay came
+# with the start from an image model
 NUM_KEYS = 100
 
 

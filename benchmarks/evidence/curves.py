@@ -178,6 +178,8 @@ def multiplier(task: str, row: Curve, others: Sequence[Curve], counts: Sequence[
         row.score_NC[:, at] - best.score_NC[paired, at], row.draws_NCS[:, at] - best.draws_NCS[paired, at]
     )
     unclear = doubt(apart, row.people, row.gains_P - best.gains_P)
+    if apart[0] <= 0 <= apart[1] and not ci95[0] <= 1 <= ci95[1]:  # the cap has no variance of seeds
+        unclear = f"the difference at {ENDPOINT} people includes zero"
     return Multiplier(task, row.label, best.label, value, ci95, bound, unclear)
 
 

@@ -187,8 +187,10 @@ def difference(first: Scored, second: Scored, task: str, draws_SP: np.ndarray) -
 
 
 def best_free(scored: dict[str, Scored]) -> dict[str, str]:
-    """Task -> the baseline without an encoder whose score is highest on the evaluated people."""
-    free = [entry for entry in scored.values() if entry.factor == "baseline"]
+    """Task -> the row without pre-training whose score is highest on the evaluated people: a baseline, or a
+    network trained from scratch on the same labels.
+    """
+    free = [entry for entry in scored.values() if entry.factor in ("baseline", "labels")]
     return {
         task: max(having, key=lambda entry: entry.point(task)).name
         for task in TASKS

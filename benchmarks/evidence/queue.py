@@ -74,9 +74,9 @@ class Plan:
             # arms that are new since then have no runs yet, those that are not asked for now keep their steps
             content["steps"] = {**earlier["steps"], **self.steps}
             known = {"steps": {arm: content["steps"][arm] for arm in earlier["steps"]}}
-            for key in ("budget_s", "extra", "steps"):
+            for key in ("budget_s", "extra", "steps", "image"):
                 value = {**content, **known}[key]
-                if earlier[key] != value:
+                if earlier.get(key, []) not in ([], value):
                     raise UserError(
                         f"{path}: {key}: expected {earlier[key]} as the runs here began, found {value}; "
                         "use another --root, or the same values"

@@ -114,7 +114,8 @@ def checkpoint_entry(volumes: Volumes, source: Source, name: str, label: str) ->
             pretrained_encoder(source.cfg, source.state, source.url), source.cfg, source, is_random=False
         )
 
-    return _encoder_entry(volumes, encoder, name, label, f"checkpoint {source.state['checksum']}")
+    blocks = f" blocks {source.cfg.model.feature_blocks}" if source.cfg.model.feature_blocks else ""
+    return _encoder_entry(volumes, encoder, name, label, f"checkpoint {source.state['checksum']}{blocks}")
 
 
 def random_entry(volumes: Volumes, source: Source, seed: int, label: str) -> Entry:
@@ -146,7 +147,8 @@ def fold_by_fold(parts: Sequence[Entry], cohorts: Sequence[Cohort], name: str, l
 
 def architecture(cfg: Config) -> str:
     """What two configurations share whose random encoders are the same."""
-    return f"{cfg.method.recipe} {cfg.model.size} {cfg.model.rope} {cfg.spatial}"
+    blocks = f" blocks {cfg.model.feature_blocks}" if cfg.model.feature_blocks else ""
+    return f"{cfg.method.recipe} {cfg.model.size} {cfg.model.rope} {cfg.spatial}{blocks}"
 
 
 def baseline_entries(volumes: Volumes) -> list[Entry]:

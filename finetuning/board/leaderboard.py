@@ -180,6 +180,8 @@ def protocol_of(cfg: Config, seeds: Sequence[int]) -> list[object]:
         for key, value in flatten(cfg)
         if (key.startswith(sections) or key in keys) and key != "eval.allow_overlap"
     }
+    if cfg.model.feature_blocks:
+        used["model.feature_blocks"] = cfg.model.feature_blocks
     return [used, list(seeds)]
 
 

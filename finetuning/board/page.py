@@ -109,7 +109,7 @@ def results_of(board: Board) -> Results:
         }
         for column in main_columns(board)
     }
-    free = {row.entry.label for row in board.rows if row.entry.is_free}
+    free = [row.entry.label for row in board.rows if row.entry.is_free]
     return Results(estimates, compare(predictions, samples, seed, free))
 
 
@@ -172,7 +172,7 @@ def verdicts(board: Board, results: Results) -> list[str]:
         {row.entry.label for row in board.rows if row.entry.name.startswith(kind)}
         for kind in ("checkpoint", "random")
     )
-    free = {row.entry.label for row in board.rows if row.entry.is_free}
+    free = [row.entry.label for row in board.rows if row.entry.is_free]
     best = {
         column: max(free, key=lambda label: _or_lowest(results.estimates[label, column]["value"]))
         for column in READOUTS

@@ -81,6 +81,11 @@ class SliceEncoder:
             )
         self.model.eval()
         config = self.model.config
+        if getattr(config, "mask_ratio", 0):
+            raise UserError(
+                f"--image-encoder: {folder}: mask_ratio of config.json: expected 0, found "
+                f"{config.mask_ratio}: this encoder hides patches at random"
+            )
         own = getattr(config, "image_size", None)
         if own is None:
             raise UserError(

@@ -40,7 +40,7 @@ from models.weights.shape import (
 from models.weights.vjepa21 import GRID as GRID_21
 from models.weights.vjepa21 import encoder_of, is_vjepa21, predictor_left_out
 from utils import storage
-from utils.checkpoint import DAMAGE, CheckpointError, load_checkpoint
+from utils.checkpoint import DAMAGE, CheckpointError, load_checkpoint, well_formed
 from utils.config.load import config_of_yaml
 from utils.config.recipes import recipe_name
 from utils.config.schema import StorageOptions
@@ -174,14 +174,15 @@ def _read_folder(url: str, options: StorageOptions | None) -> Weights:
         )
     names = _shards(url, options)
     tensors = _read_safetensors(url, names, options)
-    try:
-        if is_export:
-            return _export(url, config, tensors)
-        if model_type in MODEL_TYPES:
-            return image_model(url, config, tensors, names, options)
-        return _hugging_face(url, config, tensors)
-    except KeyError as error:
-        raise CheckpointError(f"{config_url}: expected the key {error}, found none") from error
+    with well_formed(url, "tensors and a config.json that make a model"):
+        try:
+            if is_export:
+                return _export(url, config, tensors)
+            if model_type in MODEL_TYPES:
+                return image_model(url, config, tensors, names, options)
+            return _hugging_face(url, config, tensors)
+        except KeyError as error:
+            raise CheckpointError(f"{config_url}: expected the key {error}, found none") from error
 
 
 def read_folder_config(url: str, options: StorageOptions | None) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def _read_safetensors(url: str, names: list[str], options: StorageOptions | None
                 tensors |= safetensors.torch.load(storage.read_bytes(file_url, options))
             else:
                 tensors |= safetensors.torch.load_file(file_url)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file_url}: expected safetensors, found damage ({error})") from error
     return tensors
 

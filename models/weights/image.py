@@ -186,11 +186,12 @@ def licence_of(url: str, options: StorageOptions | None) -> str:
     """What a folder's README.md or licence file says, in its first words."""
     names = sorted(storage.list_names(url, options))
     for name in (name for name in names if name.lower() == "readme.md"):
-        head = re.match(r"---\n(.*?)\n---", storage.read_text(storage.join(url, name), options), re.DOTALL)
-        licence = re.search(r"^license:\s*(\S+)", head[1], re.MULTILINE) if head else None
+        text = storage.read_text(storage.join(url, name), options).replace("\r\n", "\n")
+        head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+        licence = re.search(r"^license:\s*(\S.*)$", head[1], re.MULTILINE) if head else None
         if licence:
-            return licence[1]
-    for name in (name for name in names if re.match(r"licen[cs]e", name, re.IGNORECASE)):
+            return licence[1].strip().strip("'\"")[:80]
+    for name in (name for name in names if re.fullmatch(r"licen[cs]e(\.(md|txt))?", name, re.IGNORECASE)):
         lines = [line.strip() for line in storage.read_text(storage.join(url, name), options).splitlines()]
         if any(lines):
             return next(filter(None, lines))[:80]

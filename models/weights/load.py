@@ -21,7 +21,7 @@ from models.weights.fit import NORMALISATION, fit, summary
 from models.weights.image import num_prefix_in
 from models.weights.shape import Weights, new_encoder, num_prefix_of
 from utils import storage
-from utils.checkpoint import CheckpointError, load_newest, to_host
+from utils.checkpoint import CheckpointError, load_newest, to_host, well_formed
 from utils.config.schema import Config
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,8 @@ def prefix_of_start(cfg: Config) -> int:
     if url is None:
         return 0
     if storage.exists(storage.join(url, "config.json"), options):
-        return num_prefix_in(read_folder_config(url, options))
+        with well_formed(url, "numbers of tokens in config.json"):
+            return num_prefix_in(read_folder_config(url, options))
     state = None if cfg.train.ckpt_dir is None else load_newest(cfg.train.ckpt_dir, options)
     if state is not None:
         prefix = "encoder."

@@ -47,9 +47,9 @@ def refuse_idle_tpu() -> None:
     if "PJRT_DEVICE" in os.environ or torch.cuda.is_available():
         return
     own = os.environ.get("OCT_DEVICE_GLOB")
-    if found := [path for pattern in ([own] if own else TPU_DEVICES) for path in sorted(glob(pattern))]:
+    if chips := [path for pattern in ([own] if own else TPU_DEVICES) for path in sorted(glob(pattern))]:
         raise UserError(
-            f"PJRT_DEVICE: expected a value beside {found[0]}, the device of a TPU, found none, which would "
+            f"PJRT_DEVICE: expected a value beside {chips[0]}, the device of a TPU, found none, which would "
             "train on the CPU; start it by run_tpu_xla.sh or with PJRT_DEVICE=TPU; with PJRT_DEVICE=CPU if "
             "you want the CPU; with OCT_DEVICE_GLOB=none if that is no TPU"
         )

@@ -26,14 +26,17 @@ from utils.config.schema import StorageOptions
 from utils.storage import StorageError, join, list_names
 
 LABEL_MAP = RejectReason.FEW_GREY_LEVELS.value
-_KINDS = ("NIfTI", "NumPy", "MATLAB", "MetaImage", "TIFF", IMAGES)  # kinds that labels are written in
+_KINDS = ("DICOM", "NIfTI", "NumPy", "MATLAB", "MetaImage", "TIFF", IMAGES)  # labels come in them
 _READ = (".nii", ".nii.gz", ".npz")  # and folders of PNG: what `label_volume` may name
-_WORD = r"(?:labels?|masks?|seg|segs|segmentations?|gt|ground[_ -]?truth|annotations?)"
-_FOLDER = re.compile(rf"{_WORD}(?:T[rs]|Val|_?(?:tr|ts|train|val|test))?", re.IGNORECASE)
-_OF_SCANS = re.compile(r"(?:images?|imgs?|scans?|volumes?|oct)(?:T[rs]|Val)?", re.IGNORECASE)
+_WORD = r"(?:labels?|masks?|seg|segs|segmentations?|gt|ground[_ -]?truth|annotated|annotations?)"
+_FOLDER = re.compile(rf"{_WORD}(?:T[rs]|Val|_?(?:tr|ts|train|val|test))?|\w+_masks?", re.IGNORECASE)
+_OF_SCANS = re.compile(r"(?:images?|imgs?|(?:b[_-]?)?scans?|volumes?|oct)(?:T[rs]|Val)?", re.IGNORECASE)
 _STEM = re.compile(rf"^{_WORD}[_-]|[_-]{_WORD}$", re.IGNORECASE)
 _CHANNEL = re.compile(r"_0\d{3}$")  # of nnU-Net
 _PACKED = 0.02  # bytes of a gzipped file for each voxel; speckle takes fifty times as many
+# Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
+# peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
+_PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 16, 2, 0.95, 0.45
 _ENDING = re.compile(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", re.IGNORECASE)
 
 
@@ -41,7 +44,8 @@ def with_label_maps(
     root: str, sizes: Mapping[str, int], entries: Sequence[Entry], options: StorageOptions
 ) -> list[Entry]:
     """The entries with label maps left out, and paired with their scans; raises StorageError."""
-    maps = {e.path for e in entries if _may_be_labels(e, sizes) and _are_labels(root, e, options)}
+    levels = {e.path: _label_levels(root, e, options) for e in entries if _may_be_labels(e, sizes)}
+    maps = {path for path, count in levels.items() if count}
     scans: dict[str, list[Entry]] = {}
     for entry in (e for e in entries if e.is_row and e.path not in maps):
         scans.setdefault(_key(entry, is_scan=True), []).append(entry)
@@ -54,8 +58,10 @@ def with_label_maps(
     return [
         _left_out(entry, paired.get(entry.path))
         if entry.path in maps
-        else replace(entry, label_volume=_place(pairs[entry.path][0]))
-        if len(pairs.get(entry.path, [])) == 1 and not entry.label_volume
+        else replace(entry, label_volume=_place(some[0]))
+        if len(some := pairs.get(entry.path, [])) == 1
+        and not entry.label_volume
+        and levels[some[0].path] < FEWEST_PLAIN_LEVELS
         else entry
         for entry in entries
     ]
@@ -86,43 +92,60 @@ def localizers(root: str, entries: Sequence[Entry], options: StorageOptions) -> 
 def is_place_of_labels(path: str) -> bool:
     """Whether a name in the path is that of labels: labelsTr, masks, eye_seg.nii.gz."""
     *folders, name = path.split("/")
-    return any(_FOLDER.fullmatch(part) for part in (*folders, name)) or bool(
-        _STEM.search(_ENDING.sub("", name))
-    )
+    bare = _ENDING.sub("", name)
+    return any(_FOLDER.fullmatch(part) for part in (*folders, name, bare)) or bool(_STEM.search(bare))
 
 
 def _may_be_labels(entry: Entry, sizes: Mapping[str, int]) -> bool:
     if entry.kind not in _KINDS or entry.status in (RejectReason.MISSING_FILE.value, LABEL_MAP):
+        return False
+    if entry.kind == "DICOM" and not entry.is_row:  # a name without an ending may be anything
         return False
     is_packed = entry.path.lower().endswith(".gz") and entry.shape is not None
     voxels = int(np.prod(entry.shape or (1,)))
     return is_place_of_labels(entry.path) or (is_packed and sizes.get(entry.path, voxels) < _PACKED * voxels)
 
 
-def _are_labels(root: str, entry: Entry, options: StorageOptions) -> bool:
-    """Whether its voxels have fewer values than a scan; what cannot be read is labels by its place alone."""
+def _label_levels(root: str, entry: Entry, options: StorageOptions) -> int:
+    """The number of its grey levels, 0 of a scan; what cannot be read is labels by its place alone."""
     record = unknown_record(join(root, entry.path), entry.path)
     record = replace(record, spacing_mm=entry.spacing_mm or (0.1, 0.003, 0.01), files=entry.files or None)
-    values: set[int] = set()
+    is_place, counts = is_place_of_labels(entry.path), np.zeros(256, int)
     try:
         for frame in open_record(record, options)[1]:
-            values.update(np.unique(frame).tolist())
-            if len(values) >= FEWEST_PLAIN_LEVELS:
-                return False
+            counts += np.bincount(frame.ravel(), minlength=256)
+            if not is_place and np.count_nonzero(counts) >= FEWEST_PLAIN_LEVELS:
+                return 0
     except OCTReadError as error:
         by_content = (RejectReason.FEW_GREY_LEVELS, RejectReason.CONSTANT_VOLUME)
-        return error.reason in by_content or (entry.status != OK and is_place_of_labels(entry.path))
+        return int(error.reason in by_content or (entry.status != OK and is_place))
     except StorageError:
-        return False
-    return True
+        return 0
+    levels = int(np.count_nonzero(counts))
+    return levels if levels < FEWEST_PLAIN_LEVELS or _are_peaks(counts) else 0
+
+
+def _are_peaks(counts: np.ndarray) -> bool:
+    """Whether voxels [256] by grey level are a few classes, with the rings of JPEG around them."""
+    rest = counts.copy()
+    near, core = [], []
+    for _ in range(_PEAKS):
+        top = int(rest.argmax())
+        core.append(int(rest[max(0, top - _CORE) : top + _CORE + 1].sum()))
+        around = slice(max(0, top - _NEAR), top + _NEAR + 1)
+        near.append(int(rest[around].sum()))
+        rest[around] = 0
+    beside = counts.sum() - near[0]
+    return bool(sum(near) >= _NEAR_SHARE * counts.sum() and sum(core[1:]) >= _CORE_SHARE * beside)
 
 
 def _key(entry: Entry, is_scan: bool = False) -> str:
     """What a scan and its label map have in common: the path without words of labels, scans and channels."""
     path = _ENDING.sub("", entry.path) if entry.kind != IMAGES else entry.path
-    parts = [part for part in path.split("/") if not (_FOLDER.fullmatch(part) or _OF_SCANS.fullmatch(part))]
-    name = _STEM.sub("", parts[-1]) if parts else ""
-    return "/".join([*parts[:-1], _CHANNEL.sub("", name) if is_scan else name]).lower()
+    *folders, name = path.split("/")
+    name = _STEM.sub("", name)
+    parts = [*folders, _CHANNEL.sub("", name) if is_scan else name]
+    return "/".join(p for p in parts if not (_FOLDER.fullmatch(p) or _OF_SCANS.fullmatch(p))).lower()
 
 
 def _name(entry: Entry) -> str:

@@ -193,6 +193,12 @@ def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], list[int], b
     if is_sheared and (sidecar.axes is None or sidecar.spacing_mm is None):
         expected = "an sform of axes at right angles, by 1 degree; or axes and spacing_mm in the YAML"
         raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, "a sheared one")
+    zooms = np.asarray(hdr.get_zooms()[:3])
+    has_steps = bool(forms) and _cosines(forms[0]) is not None
+    norms = np.linalg.norm(forms[0], axis=0) if has_steps else zooms
+    if sidecar.spacing_mm is None and not np.allclose(norms, zooms, rtol=_AGREE, atol=0, equal_nan=True):
+        pixdim, steps = ([float(f"{length:.6g}") for length in lengths] for lengths in (zooms, norms))
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"pixdim {pixdim} as in the affine", steps)
     if sidecar.axes is not None:
         return *array_axes(sidecar, "the axes of a NIfTI file", url), False, "sidecar"
     orientations = [_orientation(form) for form in forms]
@@ -203,10 +209,6 @@ def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], list[int], b
         actual = "none" if not forms else "an oblique one" if orientations[0] is None else "two that differ"
         raise OCTReadError(url, RejectReason.UNKNOWN_AXES, expected, actual)
     order, signs = orientations[0]
-    zooms, norms = hdr.get_zooms()[:3], np.linalg.norm(forms[0], axis=0)
-    if not np.allclose(norms, zooms, rtol=_AGREE, atol=0) and sidecar.spacing_mm is None:
-        pixdim, steps = ([float(f"{length:.6g}") for length in lengths] for lengths in (zooms, norms))
-        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"pixdim {pixdim} as in the affine", steps)
     if int(np.argmin(norms)) != order[1]:
         expected = "the smallest spacing along the A-scan; else axes in the YAML"
         actual = f"{norms[order[1]]:g} along anterior-posterior, {norms.min():g} along another axis"

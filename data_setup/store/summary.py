@@ -20,6 +20,7 @@ from utils.tables import NONE, Table, terminal
 AUDIT_NAMES = 20  # files of either kind that the report names
 REJECT_NAMES = 5  # files of each reason that the report names
 HIGH_LOST_FRACTION = 0.5  # above this share of the field outside the grid, most of a scan is not used
+WORTHLESS = 0.01  # volumes of a quality below are named
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
 
@@ -162,7 +163,7 @@ def summarise(
         "geometry": attrs["geometry"],
         **_group(index),
         "rejected_files": _first_files(index),
-        "worthless_files": index.path[(index.status == KEPT) & (index["quality"] == 0)].tolist(),
+        "worthless_files": _worthless_files(index[index.status == KEPT]),
         "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
         "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
         "participants": {
@@ -177,6 +178,12 @@ def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
     """Reason -> the first files that were rejected for it."""
     rejected = index[~index.status.isin([KEPT, PENDING])]
     return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
+
+
+def _worthless_files(kept: pd.DataFrame) -> dict[str, float]:
+    """Path -> quality of those that are worth next to nothing."""
+    worthless = kept[kept["quality"] < WORTHLESS]
+    return dict(zip(worthless.path, worthless["quality"].astype(float).round(5), strict=True))
 
 
 def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, str]) -> list[str]:
@@ -243,10 +250,12 @@ def table(report: Mapping[str, Any]) -> str:
             f"quality of {part['measured']}: median {part['median']:.2f}, lowest tenth under "
             f"{part['lowest_tenth']:.2f}; the worst is {words(part['worst'])}"
         )
-    for path in report["worthless_files"][:REJECT_NAMES]:
-        lines.append(f"quality 0: {path}; next: look at it; data.min_quality leaves such volumes out")
+    for path, quality in list(report["worthless_files"].items())[:REJECT_NAMES]:
+        lines.append(
+            f"quality {quality:g}: {path}; next: look at it; data.min_quality leaves such volumes out"
+        )
     if (more := len(report["worthless_files"]) - REJECT_NAMES) > 0:
-        lines.append(f"quality 0: {more} more, in prepare_report.json")
+        lines.append(f"quality below {WORTHLESS:g}: {more} more, in prepare_report.json")
     if report["pending"]:
         lines.append(f"pending: {report['pending']} (an interrupted run)")
     if report["not_in_manifest"]:

@@ -182,11 +182,14 @@ def test_pictures_of_strangers_are_no_volume(tmp_path: Path, eyes: list[tuple[np
 
 def test_what_is_worth_nothing_and_what_lies_outside_is_said(tmp_path: Path) -> None:
     rows = [{"quality": 0.0, "path": f"{n}.dcm", "protocol": "p", "split": "train"} for n in range(7)]
+    rows[3]["quality"], rows[6]["quality"] = 0.004, 0.009  # as good as 0
     rows.append({"quality": 0.5, "path": "good.dcm", "lost_fraction": 0.6, "protocol": "wide"})
     report = summarise(index_store(rows).index, {"synthetic": True, "geometry": {}}, {}, RUN)
-    assert report["worthless_files"] == [f"{n}.dcm" for n in range(7)]
+    quality = [0, 0, 0, 0.004, 0, 0, 0.009]
+    assert report["worthless_files"] == {f"{n}.dcm": pytest.approx(q) for n, q in enumerate(quality)}
     text = table(report)
-    assert [f"quality 0: {n}.dcm; next: look at it" in text for n in range(7)] == [True] * 5 + [False] * 2
-    assert "quality 0: 2 more, in prepare_report.json" in text
+    lines = [f"quality {q:g}: {n}.dcm; next: look at it" for n, q in enumerate(quality)]
+    assert [line in text for line in lines] == [True] * 5 + [False] * 2
+    assert "quality below 0.01: 2 more, in prepare_report.json" in text
     assert "warning: wide: 60% of the scan lies outside the grid" in text
     assert text.count("of the scan lies outside") == 1

@@ -95,6 +95,11 @@ def test_nifti_spacing_is_never_invented(tmp_path: Path) -> None:
     (tmp_path / "eye.yaml").unlink()
     write_nifti(path, voxels, tuple(10 * s for s in SPACING), affine=anatomical_affine(SPACING))
     assert reject(path)[0] == RejectReason.HEADER_MISMATCH  # set_zooms rescales no sform
+    write_yaml(tmp_path / "eye.yaml", axes=["W", "H", "D"])  # says which axis, and not how long a step is
+    assert reject(path)[0] == RejectReason.HEADER_MISMATCH
+    write_yaml(tmp_path / "eye.yaml", axes=["W", "H", "D"], spacing_mm=list(SPACING))
+    assert read(path)[0].spacing_mm == SPACING
+    (tmp_path / "eye.yaml").unlink()
     write_nifti(path, voxels, SPACING, unit="meter", affine=anatomical_affine(SPACING))
     assert reject(path)[0] == RejectReason.IMPLAUSIBLE_SPACING
 

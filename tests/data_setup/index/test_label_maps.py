@@ -10,7 +10,7 @@ import pytest
 
 from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, table
-from tests.support.dicom_factory import speckle
+from tests.support.dicom_factory import speckle, write_opt
 from tests.support.import_factory import write_images, write_nifti, write_yaml
 
 LABELS = speckle() // 64
@@ -50,9 +50,49 @@ def without_a_scan(root: Path) -> dict[str, str]:
     return {"1001/OD.nii.gz": ""}
 
 
+def names_with_words_around(root: Path) -> dict[str, str]:
+    write_images(root / "B-scans/eye_1", speckle())
+    write_images(root / "annotated_masks/eye_1", LABELS)
+    write_images(root / "P2/bscan", speckle(seed=2))
+    write_images(root / "P2/annotated_masks", LABELS)
+    write_images(root / "images/eye_3", speckle(seed=3))
+    write_images(root / "retina_masks/eye_3", LABELS)
+    write_nifti(root / "P4/oct.nii", speckle(seed=4), SPACING)
+    write_nifti(root / "P4/masks.nii", LABELS, SPACING)
+    return {
+        "B-scans/eye_1": "annotated_masks/eye_1",
+        "P2/bscan": "P2/annotated_masks",
+        "images/eye_3": "retina_masks/eye_3",
+        "P4/oct.nii": "P4/masks.nii",
+    }
+
+
+def of_jpeg(root: Path) -> dict[str, str]:
+    """Rings of JPEG make hundreds of grey values of a few: no scan, and no classes to read either."""
+    below = np.arange(120)[:, None] - 8 * np.sin(np.arange(160) / 12)
+    layers = np.digitize(below, (30, 50, 80)).astype(np.uint8) * np.ones((4, 1, 1), np.uint8)
+    for n, masks in enumerate((layers // 2 * 255, layers * 80)):
+        write_images(root / f"P{n}/images", speckle(4, 120, 160, seed=n))
+        write_images(root / f"P{n}/masks", masks, "jpg")
+    return {f"P{n}/images": "" for n in range(2)}
+
+
+def of_dicom(root: Path) -> dict[str, str]:
+    write_opt(root, speckle())
+    mask = (LABELS > 1).astype(np.uint8) * 255
+    names = ("labels/eye.dcm", "eye_mask.dcm", "masks/eye.dcm")
+    for name, voxels in zip(names, (LABELS, LABELS, mask), strict=True):
+        (root / name).parent.mkdir(exist_ok=True)
+        Path(write_opt(root / "written", voxels)).rename(root / name)
+    return {Path(write_opt(root, speckle())).name: ""}
+
+
 def scans_in_a_folder_of_masks(root: Path) -> dict[str, str]:
     write_nifti(root / "masks/1001_OD.nii.gz", speckle(), SPACING)
-    return {"masks/1001_OD.nii.gz": ""}
+    below = speckle() // 2
+    below[:, :28] = 0  # black above
+    write_images(root / "masks/1002_OD", below, "jpg")
+    return {"masks/1001_OD.nii.gz": "", "masks/1002_OD": ""}
 
 
 @pytest.mark.parametrize(
@@ -88,6 +128,9 @@ def test_a_localizer_beside_every_b_scan_is_said(
         folders_of_eyes,
         beside_each_other,
         without_a_scan,
+        names_with_words_around,
+        of_jpeg,
+        of_dicom,
         scans_in_a_folder_of_masks,
     ],
 )

@@ -88,6 +88,7 @@ class RecordList:
     unused: list[Record]  # the other rows that name a file; device, protocol, person may be unknown in them
     root: str  # what the paths are relative to
     filtered: list[Record]  # those of `unused` that a filter, data.max_samples or a lacking file excludes
+    copies: dict[str, str]  # path of a row without its file -> of the row that has the scan's file
 
     @property
     def doubles(self) -> list[Record]:
@@ -101,7 +102,7 @@ def read_records(cfg: Config) -> RecordList:
     """The records that pass the data.* filters, by (person_id, path); raises UserError, ConfigError."""
     rows, unused, skipped = _manifest_rows(cfg.data.manifest_path, cfg.data.storage_options)
     root = _tree_root(cfg)
-    repeats = _without_their_file(rows, root, cfg.data.storage_options)
+    copies = _without_their_file(rows, root, cfg.data.storage_options)
     named = {name: {getattr(row, name) for row in rows} for name in FILTERED.values()}
     allowed = wanted_values(cfg, named)
     participants, split_source = read_participants(cfg, {row.person_id for row in rows})
@@ -121,7 +122,7 @@ def read_records(cfg: Config) -> RecordList:
         rejected = next(
             (k for k, (field, values) in allowed.items() if getattr(record, field) not in values), None
         )
-        if record.path in repeats:
+        if record.path in copies:
             skipped["duplicate_row"] += 1
             filtered.append(record)  # a volume that the store has of it stays
         elif rejected:
@@ -143,26 +144,35 @@ def read_records(cfg: Config) -> RecordList:
     records, filtered, unused = (
         [replace(r, url=join(root, r.path)) for r in part] for part in (records, filtered, unused)
     )
-    return RecordList(records, dict(sorted(skipped.items())), split_source, unused + filtered, root, filtered)
+    unused += filtered
+    return RecordList(records, dict(sorted(skipped.items())), split_source, unused, root, filtered, copies)
 
 
-def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptions) -> set[str]:
-    """Paths of the rows without a file whose SOPInstanceUID another row has, with its file or before them.
+def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptions) -> dict[str, str]:
+    """{path of a row without its file: path of the only row of its SOPInstanceUID that has one}.
 
-    All rows with a file are used: whether two are one scan is seen in their voxels (StoreWriter.finalise).
+    Both are of one person; or they are the only two with this UID, and no cell gives them two shapes. Any
+    other row without its file stays, and `prepare` names it. All rows with a file are used: whether two are
+    one scan is seen in their voxels (StoreWriter.finalise).
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[Record]] = {}
     for row in rows:
-        groups.setdefault(row.sop_instance_uid or row.path, []).append(row.path)
-    several = [paths for paths in groups.values() if len(paths) > 1]
+        groups.setdefault(row.sop_instance_uid or row.path, []).append(row)
+    several = [group for group in groups.values() if len(group) > 1]
 
     def is_there(path: str) -> bool:  # E2E: `eye.e2e#2` is a volume of eye.e2e
         return any(exists(join(root, name), options) for name in (path, re.sub(r"#\d+$", "", path)))
 
-    asked = [path for paths in several for path in paths]
+    asked = [row.path for group in several for row in group]
     there = {path for path, found_it in zip(asked, in_threads(is_there, asked), strict=True) if found_it}
-    stay = {path for paths in several for path in (there & set(paths) or paths[:1])}
-    return set(asked) - stay
+    copies: dict[str, str] = {}
+    for group in several:
+        found = [row for row in group if row.path in there]
+        for row in group if len(found) == 1 else ():
+            fits = len(group) == 2 and (None in (row.shape, found[0].shape) or row.shape == found[0].shape)
+            if row.path not in there and (fits or row.person_id == found[0].person_id):
+                copies[row.path] = found[0].path
+    return copies
 
 
 def load_labels(cfg: Config) -> dict[str, str]:

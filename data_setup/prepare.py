@@ -288,7 +288,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     used = index[(index.status == KEPT) & index.listed]
     short = shortfalls(zip(used.person_id, used.split, strict=True), cfg.seed)
     print(table(report))
-    say(*repeats(index, lines, uids), *short)
+    gone = "expected its file, found none, and its SOPInstanceUID in"
+    copies = [f"left out, the same scan again: {p}: {gone} {other!r}" for p, other in listing.copies.items()]
+    say(*copies, *repeats(index, lines, uids), *short)
     require_apart(cfg.data.store, index, lines)
     code = _exit_code(cfg, tally)
     if code == EXIT_FINISHED:

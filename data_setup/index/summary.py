@@ -266,6 +266,8 @@ def _tables(written: Written) -> list[str]:
         lines.append(f"  {count} cells are not what the files say, and stay: {_some(written.differing)}")
     if written.moved:
         lines.append(f"  {len(written.moved)} rows follow their file to another path: {_some(written.moved)}")
+    if written.unsure:
+        lines.append(f"  {len(written.unsure)} rows may be another path's, and stay: {_some(written.unsure)}")
     if written.gone:
         what = "are taken out" if written.forgot else "stay"
         text = f"  {len(written.gone)} rows name what is no longer there, and {what}: {_some(written.gone)}"

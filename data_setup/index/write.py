@@ -66,6 +66,7 @@ class Written:
     kept: int = 0
     gone: list[str] = field(default_factory=list)  # paths of the manifest that the tree does not have
     moved: list[str] = field(default_factory=list)  # `old -> new` path of rows whose file is elsewhere now
+    unsure: list[str] = field(default_factory=list)  # `old -> new?` where several rows or files are alike
     forgot: bool = False  # those `gone` are no longer in the manifest
     differing: list[str] = field(default_factory=list)  # `path: column` where a kept cell is not the file's
     people: set[str] = field(default_factory=set)  # of the manifest, afterwards
@@ -190,19 +191,42 @@ def _hand_over(
 ) -> None:
     """Give the row of a file that is gone, so its person and edits, to the same scan at another path.
 
-    It is the same where no other file and no other row has its SOPInstanceUID, and the header has its shape.
+    It is the same where no other file and no other row has its SOPInstanceUID, and the header has its shape;
+    without a UID where none other has its name, kind, shape and spacing.
     """
-    rows = [(fact_of(row.get("sop_instance_uid")), path, row) for path, row in by_path.items()]
-    rows_of, entries_of = Counter(uid for uid, _, _ in rows), Counter(e.sop_instance_uid for e in entries)
-    fresh = {e.sop_instance_uid: e for e in entries if path_of(e.path) not in by_path}
-    for uid, path, row in rows:
-        entry = fresh.get(uid or "")
-        if not uid or entry is None or path in present or (rows_of[uid], entries_of[uid]) != (1, 1):
+    keys = [_scan_key(manifest_row(entry)) for entry in entries]
+    entries_of = Counter(keys)
+    rows = [(_scan_key(row, entries_of), path, row) for path, row in by_path.items()]
+    rows_of = Counter(key for key, _, _ in rows)
+    fresh = {key: e for key, e in zip(keys, entries, strict=True) if path_of(e.path) not in by_path}
+    for key, path, row in rows:
+        entry = fresh.get(key)
+        if not key or entry is None or path in present:
             continue
-        shape = tuple(integer_of(row.get(name)) for name in ("number_of_frames", "height", "width"))
-        if None in shape or shape == entry.shape:
+        shape = _shape_of(row)
+        if (rows_of[key], entries_of[key]) != (1, 1):
+            written.unsure.append(f"{path} -> {entry.path}?")
+        elif None in shape or shape == entry.shape:
             written.moved.append(f"{path} -> {entry.path}")
             row["filepath"] = entry.path
+
+
+def _shape_of(row: Row) -> tuple[int | None, ...]:
+    return tuple(integer_of(row.get(name)) for name in ("number_of_frames", "height", "width"))
+
+
+def _scan_key(row: Row, known: Collection[tuple[object, ...]] = ()) -> tuple[object, ...]:
+    """What tells a scan from others wherever its file is; empty where nothing does.
+
+    A spacing that somebody filled in is in no file: without it where `known` keys lack it.
+    """
+    if uid := fact_of(row.get("sop_instance_uid")):
+        return (uid,)
+    shape, spacing = _shape_of(row), spacing_of(row.get("spacing_mm"), f"{row['filepath']}: spacing_mm")
+    if None in shape:
+        return ()
+    key = (row["filepath"].rpartition("/")[2], row.get("kind"), *shape)
+    return (*key, None) if (*key, spacing) not in known and (*key, None) in known else (*key, spacing)
 
 
 def _check_people(

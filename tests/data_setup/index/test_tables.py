@@ -20,7 +20,7 @@ from pretraining.rows import open_rows
 from tests.data_setup.importers.reading import GRID, SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms
 from tests.support.dicom_factory import rows_down, speckle, write_opt
-from tests.support.import_factory import write_images, write_nifti, write_yaml
+from tests.support.import_factory import write_images, write_nifti, write_tiff, write_yaml
 from tests.support.pipeline_factory import SMOKE
 from utils.config.load import load_config
 from utils.errors import UserError
@@ -197,6 +197,48 @@ def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
         "same/c",
     }
     assert "eve" in table(people, "person_id")
+
+
+@pytest.mark.parametrize("kind", ["nii", "tif", "images"])
+def test_a_row_without_a_uid_follows_its_file_by_its_name(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Edits go with it, a filled spacing too; a name that two files or rows have tells nothing."""
+    root, ending = tmp_path / "tree", "" if kind == "images" else f".{kind}"
+
+    def write(path: Path, seed: int) -> None:
+        if kind == "nii":
+            write_nifti(path, speckle(seed=seed), SPACING)
+        elif kind == "tif":
+            write_tiff(path, speckle(seed=seed))
+        else:
+            write_images(path, speckle(seed=seed))
+
+    names = ["1/one", "2/two", "3/scan", "4/scan", "5/five"]
+    for seed, name in enumerate(names):
+        write(root / f"{name}{ending}", seed)
+    index(root)
+    manifest = root / "manifest.tsv"
+    frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
+    frame["grade"], frame["spacing_mm"] = (
+        frame.filepath,
+        "0.1, 0.2, 0.3" if kind != "nii" else frame.spacing_mm,
+    )
+    frame.loc[frame.filepath == f"1/one{ending}", "person_id"] = "eve"
+    frame.to_csv(manifest, sep="\t", index=False)
+    (root / "1").rename(root / "8")
+    (root / "3").rename(root / "9")
+    shutil.rmtree(root / "5")
+    write(root / "6" / f"new{ending}", 6)
+    capsys.readouterr()
+    index(root)
+    text, rows = capsys.readouterr().out, table(manifest)
+    assert f"1 rows follow their file to another path: 1/one{ending} -> 8/one{ending}\n" in text
+    assert f"1 rows may be another path's, and stay: 3/scan{ending} -> 9/scan{ending}?\n" in text
+    moved, other = rows[f"8/one{ending}"], rows[f"9/scan{ending}"]
+    assert (moved["person_id"], moved["grade"], other["grade"]) == ("eve", f"1/one{ending}", "")
+    assert len(rows) == 7
+    assert rows[f"6/new{ending}"]["grade"] == ""
 
 
 def test_tables_of_others_are_left_alone(tree: Path) -> None:

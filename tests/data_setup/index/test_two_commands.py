@@ -124,6 +124,12 @@ def test_scans_with_one_uid_are_told_apart_by_their_voxels(
     voxels = "found the SOPInstanceUID and the voxels of '1/eye.dcm', of another person"
     assert f"left out, the same scan again: 4/eye.dcm: expected another scan, {voxels}" in text
     assert "warning: one SOPInstanceUID, other voxels: 1/eye.dcm, 2/eye.dcm, 5/eye.dcm: each is" in text
+    manifest = root / "manifest.tsv"
+    manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[:3]))
+    (root / "2" / "eye.dcm").unlink()
+    assert len(run_prepare(root, tmp_path / "other").index) == 1
+    gone = "2/eye.dcm: expected its file, found none, and its SOPInstanceUID in '1/eye.dcm'\n"
+    assert f"left out, the same scan again: {gone}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["DICOM", "Heidelberg XML", "images"])

@@ -174,9 +174,9 @@ def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
     people = [*people_of("1001"), person(1, person_id="4001", recommended_split="")]
     write_tree(tmp_path, rows, people)
     listing = read_records(config(tmp_path))
-    assert len(listing.records) == 3
+    assert len(listing.records) == 4  # no file is there: prepare names each
     assert listing.skipped == {
-        "duplicate_row": 2,
+        "duplicate_row": 1,
         "not_a_volume": 1,
         "participant_unknown": 1,
         "participant_without_split": 1,
@@ -185,6 +185,37 @@ def test_rows_that_are_not_used_are_counted(tmp_path: Path) -> None:
         "unknown_device": 1,
         "unknown_protocol": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("people", "there", "height", "dropped"),
+    [
+        ("aa", "1", "992", "0"),  # moved
+        ("aaa", "2", "992", "01"),  # moved twice
+        ("ab", "1", "992", "0"),  # to another person
+        ("aa", "1", "100", "0"),  # the table is wrong about the shape
+        ("ab", "1", "100", ""),
+        ("abc", "2", "992", ""),  # a constant UID
+        ("aac", "12", "992", ""),
+        ("abcdefgh", "0134567", "992", ""),
+        ("aab", "", "992", ""),
+    ],
+)
+def test_a_row_without_its_file_is_another_only_where_that_is_sure(
+    tmp_path: Path, people: str, there: str, height: str, dropped: str
+) -> None:
+    ids = [f"100{'abcdefgh'.index(letter)}" for letter in people]
+    rows = [row(p, uid=f"1.{n}", sop_instance_uid="1") for n, p in enumerate(ids)]
+    rows[0]["height"] = height
+    write_tree(tmp_path, rows, people_of(*sorted(set(ids))))
+    for n in there:
+        write_text(f"{tmp_path}{rows[int(n)]['filepath']}", "")
+    listing = read_records(config(tmp_path))
+    assert {r.path for r in listing.filtered} == {rows[int(n)]["filepath"][1:] for n in dropped}
+    assert listing.copies == {
+        rows[int(n)]["filepath"][1:]: rows[int(t)]["filepath"][1:] for n in dropped for t in there
+    }
+    assert len(listing.records) == len(rows) - len(dropped)
 
 
 def test_a_bucket_reads_like_a_folder() -> None:

@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
         seen = "; ".join(reasons) or f"{len(tree.sizes)} files of other kinds"
         raise UserError(f"{root}: expected an OCT volume, found none ({seen})")
+    _check_tops(tree, [entry.path for entry in entries if entry.is_row])
     octa = [entry for entry in entries if entry.status == OCTA]
     entries = [entry for entry in entries if entry.status != OCTA]
     if not plug:
@@ -161,9 +162,18 @@ def _check_places(tree: Tree, out: str) -> None:
         )
     if Path(out).is_dir() and not os.access(out, os.W_OK):
         raise UserError(f"{out}: expected a folder that can be written, found none; give --out DIR")
-    tops = {path.partition("/")[0] for path in sizes if "/" in path}
-    if "dataset" in tops and len(tops) > 1:  # the manifest's paths leave this name out
-        raise UserError(f"{root}: expected no folder dataset beside others, found it: index {root}/dataset")
+    _check_tops(tree)
+
+
+def _check_tops(tree: Tree, scans: Sequence[str] = ()) -> None:
+    """Raise UserError for a folder dataset beside others or `scans`: paths in the manifest leave it out."""
+    folders = {path.partition("/")[0] for path in tree.sizes if "/" in path}
+    others = {*folders, *(path.partition("/")[0] for path in scans)} - {"dataset"}
+    if "dataset" in folders and others:
+        raise UserError(
+            f"{tree.root}: expected no folder dataset beside others, found {min(others)} beside it: move it "
+            f"into dataset, or index {tree.root}/dataset"
+        )
 
 
 def _entries(tree: Tree, rules: Rules, workers: int) -> tuple[list[Entry], Counter[str]]:

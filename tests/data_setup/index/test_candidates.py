@@ -78,7 +78,12 @@ def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
     shutil.move(tree / "tiff", tree / "dataset" / "tiff")
     with pytest.raises(UserError, match="expected no folder dataset beside others"):
         index(tree)
-    assert not (tree / "manifest.tsv").exists()
+    (tmp_path / "few" / "dataset").mkdir()
+    write_nifti(tmp_path / "few" / "eye.nii", speckle(seed=1), SPACING)
+    (tmp_path / "few" / "dataset" / "notes.txt").write_text("")  # prepare looks for eye.nii in here
+    with pytest.raises(UserError, match=r"folder dataset beside others, found eye\.nii beside it: move it"):
+        index(tmp_path / "few")
+    assert not list(tmp_path.rglob("manifest.tsv"))
     assert index(tree / "images", "--person", r"^(\d+)/") == 0
     assert {row["person_id"] for row in table(tree / "images" / "manifest.tsv").values()} == {"0", "1", "2"}
 

@@ -167,11 +167,13 @@ def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptio
     there = {path for path, found_it in zip(asked, in_threads(is_there, asked), strict=True) if found_it}
     copies: dict[str, str] = {}
     for group in several:
-        found = [row for row in group if row.path in there]
-        for row in group if len(found) == 1 else ():
-            fits = len(group) == 2 and (None in (row.shape, found[0].shape) or row.shape == found[0].shape)
-            if row.path not in there and (fits or row.person_id == found[0].person_id):
-                copies[row.path] = found[0].path
+        present = [row for row in group if row.path in there]
+        for row in group if len(present) == 1 else ():
+            fits = len(group) == 2 and (
+                None in (row.shape, present[0].shape) or row.shape == present[0].shape
+            )
+            if row.path not in there and (fits or row.person_id == present[0].person_id):
+                copies[row.path] = present[0].path
     return copies
 
 

@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 17_438,
+    "data_setup": 17_450,
     "models": 4_948,
     "pretraining": 2_614,
     "finetuning": 12_972,
     "utils": 8_856,
     "benchmarks": 5_106,
-    "tests": 42_633,
+    "tests": 42_638,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),

@@ -234,7 +234,7 @@ def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
     content = json.loads((folder / "scores.json").read_text())
     parts: dict[str, Part] = {}
     with np.load(folder / "scores.npz") as a:
-        if not any("." in name for name in a):
+        if a.files and not any("." in name for name in a):
             raise UserError(f"{folder}: expected two readouts, found older scores; remove scores.json")
         for task in (task for task in TASKS if f"{task}.participants" in a):
             kind, names = (Prediction, PREDICTION) if f"{task}.labels" in a else (Errors, ERRORS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 from pydicom.datadict import keyword_for_tag
@@ -74,16 +75,16 @@ def _signs(ds: Dataset) -> Iterator[str]:
     for name in _OF_TIME:
         for value in _values(ds, name):
             if numbers(value) != (1.0,):
-                yield f"a temporal position beside the first ({name}): write each to a file of its own"
+                yield f"a temporal position beside the first ({name}): write each to a separate file"
     if len({numbers(value) for value in _values(ds, _OFFSET)}) > 1:
-        yield f"several temporal positions ({_OFFSET}): write each to a file of its own"
+        yield f"several temporal positions ({_OFFSET}): write each to a separate file"
     for name, column in _columns(ds):
         counts = Counter(column)
         where = name if name == _NUMBER else f"DimensionIndexValues of {name or 'a dimension without a name'}"
         if name and name not in (*_PLACES, _STACK) and set(counts) != {1.0}:
             yield f"a dimension that is neither stack nor place ({where})"
         elif name == _STACK and len(counts) > 1:
-            yield f"{len(counts)} stacks ({where}): write each to a file of its own"
+            yield f"{len(counts)} stacks ({where}): write each to a separate file"
         elif len(counts) > 1 and min(counts) > 1:
             ends = f"{number(min(counts))} to {number(max(counts))}"
             yield f"B-scans {ends} of a stack ({where}): join the parts"
@@ -105,13 +106,12 @@ def _values(ds: Dataset, name: str) -> Iterator[Any]:
 def _columns(ds: Dataset) -> Iterator[tuple[str, list[float]]]:
     """(keyword of a dimension, "" where the file names none; its index in each frame that has one)."""
     frames = ds.get("PerFrameFunctionalGroupsSequence") or []
-    stated = [numbers(first(frame, "FrameContentSequence", _NUMBER)) for frame in frames]
-    yield _NUMBER, [value[0] for value in stated if value]
+    yield _NUMBER, [n[0] for frame in frames if (n := numbers(first(frame, "FrameContentSequence", _NUMBER)))]
     rows = [numbers(first(frame, "FrameContentSequence", "DimensionIndexValues")) for frame in frames]
     names = [_pointed(item) for item in ds.get("DimensionIndexSequence") or []]
-    columns = list(zip(*(row for row in rows if row), strict=False))
+    columns = list(zip_longest(*(row for row in rows if row)))  # a frame may name fewer dimensions
     for index, column in enumerate(columns):
-        yield (names[index] if len(names) == len(columns) else ""), list(column)
+        yield (names[index] if len(names) == len(columns) else ""), [v for v in column if v is not None]
 
 
 def _pointed(item: Dataset) -> str:

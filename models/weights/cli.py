@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import io
 import posixpath
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from models.weights.files import read_weights
 from models.weights.fit import NORMALISATION, Line, fit, shown, summary
 from models.weights.load import lineage
 from models.weights.portable.selftest import selftest
-from models.weights.portable.write import export_portable
+from models.weights.portable.write import HeadProgram, export_portable
 from models.weights.shape import ROLES, Weights
 from models.weights.words import parse
 from utils import storage
@@ -89,6 +91,15 @@ def _array(path: str) -> np.ndarray:
         raise UserError(f"--features: expected a .npy file of numbers, found {path}: {error}") from error
 
 
+def _head_program(args: argparse.Namespace) -> HeadProgram:
+    """The head of --head; raises UserError."""
+    # heads stand above this room, which imports nothing of theirs and names one function here
+    program: HeadProgram = importlib.import_module("finetuning.prediction.portable").head_program(
+        args.head, args.checkpoint
+    )
+    return program
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     args = parse(argv)
@@ -105,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.portable:
         if args.layout != "ours":
             raise UserError("--layout: expected none with --portable, which writes both, found hf")
-        lines = export_portable(read_weights(args.checkpoint), args.portable, args.which)
+        head = _head_program(args) if args.head else None
+        weights = read_weights(args.checkpoint) if head is None else head.weights
+        lines = export_portable(weights, args.portable, args.which, head)
     else:
         lines = export_encoder(read_weights(args.checkpoint), args.out, args.which, args.layout)
     print("\n".join(lines))

@@ -159,7 +159,9 @@ def model_card(
         else "of the last block",
         "participants seen": str(facts["num_participants"]),
         "synthetic data": synthetic[facts["synthetic"]],
-        "random initialisation left in the target": f"{facts['init_weight']:.3g}",
+        "random initialisation left in the target": "unknown"
+        if facts["init_weight"] is None
+        else f"{facts['init_weight']:.3g}",
         "weights before training": facts["imported_from"] or cfg.method.init_from or "random",
         "checkpoint": f"sha256 {facts['checkpoint_sha256']}",
     }

@@ -83,10 +83,10 @@ def _read_any(
             "a run's checkpoints/, or a folder of published weights"
         )
     if storage.exists(url.removesuffix(".pt") + ".json", options):
-        return _own(url, load_checkpoint(url, options))
+        return own_weights(url, load_checkpoint(url, options))
     raw = _load(url, options)
     if "format_version" in raw:
-        return _own(url, load_checkpoint(url, options))  # raises the error that names the missing seal
+        return own_weights(url, load_checkpoint(url, options))  # raises the error that names the missing seal
     return _research(url, raw, heads, predictor_heads)
 
 
@@ -258,7 +258,8 @@ def _hugging_face(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) 
     )
 
 
-def _own(url: str, state: dict[str, Any]) -> Weights:
+def own_weights(url: str, state: dict[str, Any]) -> Weights:
+    """Of the content of a checkpoint of ours; raises CheckpointError."""
     cfg = config_of_yaml(state["config"], url)
     parts: dict[str, dict[str, Tensor]] = {role: {} for role in ROLES}
     for name, tensor in state["model"].items():

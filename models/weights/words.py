@@ -3,12 +3,14 @@
     python -m models.weights inspect runs/smoke_test/checkpoints/best_probe.pt
     python -m models.weights import FILE --config configs/pretrain_oct_vjepa2.yaml --out start.pt
     python -m models.weights export --checkpoint runs/smoke_test/checkpoints/best_probe.pt --portable encoder
+    python -m models.weights export --head runs/cls_linear_probe --portable classifier
     python -m models.weights selftest encoder
 
 inspect prints what a file holds. import fits weights to a configuration and prints a line for every key:
 loaded, adapted, left out or missing. export writes an encoder for others: --out its weights, --portable also
-a program that takes volumes as acquired, with a golden eye. selftest checks such a folder, or features that
-another pipeline gave for its golden eye, and names what is wrong.
+a program that takes volumes as acquired, with a golden eye; with --head a head of finetuning.train and its
+encoder. selftest checks such a folder, or features that another pipeline gave for its golden eye, and names
+what is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     importer.add_argument("--out", required=True, metavar="X.pt")
     importer.add_argument("overrides", nargs="*", metavar="section.key=value")
     exporter = verbs.add_parser("export", help="an encoder as safetensors, config.json and a model card")
-    exporter.add_argument("--checkpoint", required=True, metavar="X.pt")
+    exporter.add_argument("--checkpoint", metavar="X.pt", help="with --head: where its encoder lies now")
+    exporter.add_argument("--head", metavar="HEAD", help="head.pt, or its run's folder; with --portable")
     place = exporter.add_mutually_exclusive_group(required=True)
     place.add_argument("--out", metavar="DIR", help="weights alone")
     place.add_argument("--portable", metavar="DIR", help="weights, programs and golden eye")
@@ -47,4 +50,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["import"]:  # its overrides may stand anywhere, which sub-commands do not allow
         return importer.parse_intermixed_args(arguments[1:], argparse.Namespace(verb="import"))
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.verb == "export":
+        if args.head is None and args.checkpoint is None:
+            exporter.error("--checkpoint: expected a checkpoint, or a head by --head, found neither")
+        if args.head is not None and (args.portable is None or args.which != "target"):
+            exporter.error("--head: expected it with --portable and --which target, found other words")
+    return args

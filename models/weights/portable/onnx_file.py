@@ -1,7 +1,6 @@
 """The portable program as an ONNX file (opset of torch.onnx), for runtimes without torch.
 
-In: the program of torch.export. Out: the bytes of one file that takes `volume`, `spacing_mm` and
-`first_is_superior` and gives `tokens`, `valid` and `pooled`, or the reason why there is none. Writing needs
+In: the program of torch.export. Out: the bytes of one file, or the reason why there is none. Writing needs
 onnx and onnxscript, running needs onnxruntime: `pip install onnx onnxscript onnxruntime`.
 """
 
@@ -13,12 +12,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from torch import Tensor
 
-INPUTS = ("volume", "spacing_mm", "first_is_superior")
-OUTPUTS = ("tokens", "valid", "pooled")
 LARGEST_BYTES = 2**31 - 2**20  # of one protocol buffer, less what is no weight
 
 
@@ -33,11 +28,11 @@ def why_no_onnx(module: torch.nn.Module, largest_bytes: int = LARGEST_BYTES) -> 
     return None
 
 
-def to_onnx(exported: torch.export.ExportedProgram) -> bytes:
-    """The program as one ONNX file, of volumes of any size."""
+def to_onnx(exported: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> bytes:
+    """The program as one ONNX file."""
     with _quiet():
         program = torch.onnx.export(
-            exported, dynamo=True, input_names=INPUTS, output_names=OUTPUTS, verbose=False
+            exported, dynamo=True, input_names=inputs, output_names=outputs, verbose=False
         )
     assert program is not None
     return program.model_proto.SerializeToString()
@@ -46,16 +41,6 @@ def to_onnx(exported: torch.export.ExportedProgram) -> bytes:
 def can_run() -> bool:
     """Whether onnxruntime is installed."""
     return importlib.util.find_spec("onnxruntime") is not None
-
-
-def run_onnx(data: bytes, arguments: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens [N, E], validity [N] and pooled features [2E] of the arguments of the program, on the CPU."""
-    import onnxruntime  # an extra, and a second to load
-
-    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    values = {name: value.numpy() for name, value in zip(INPUTS, arguments, strict=True)}
-    tokens, valid, pooled = session.run(list(OUTPUTS), values)
-    return tokens, valid, pooled
 
 
 @contextmanager

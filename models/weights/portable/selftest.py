@@ -15,8 +15,7 @@ import itertools
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,82 +23,40 @@ import torch
 from torch import Tensor
 
 from models.weights.files import read_weights
-from models.weights.portable import onnx_file
+from models.weights.portable import onnx_file, standalone
 from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
-from models.weights.portable.write import (
-    FORMAT_VERSION,
-    GOLDEN,
+from models.weights.portable.standalone import (
+    AXES,
+    INPUTS,
     ONNX,
     PREPROCESS,
     PROGRAM,
-    file_names,
-    portable_encoder,
+    Features,
+    InputError,
+    Portable,
 )
+from models.weights.portable.write import FORMAT_VERSION, GOLDEN, file_names, portable_encoder
 from models.weights.shape import Weights
 from utils import storage
 from utils.errors import UserError
 
 # f(volume uint8 [D, H, W], spacing_mm, first_is_superior) -> pooled [2E], mean [E], tokens [N, E] or Features
 Encode = Callable[[np.ndarray, tuple[float, float, float], bool], "np.ndarray | Features"]
-AXES = "DHW"
+READ_VERSIONS = (2, FORMAT_VERSION)
 EXPLAINED = 0.05  # of a difference that a fault may leave and still be its name
-AXIAL_MM = (0.0005, 0.05)  # between neighbours of an A-scan; OCT has 0.002 to 0.004
-OTHER_MM = (0.002, 2.0)
 
 
 class SelfTestError(UserError):
     """The fault of a pipeline or of a folder, in one line."""
 
 
-class Features(NamedTuple):
-    """float32 arrays of one volume."""
-
-    tokens: np.ndarray  # [N, E]
-    valid: np.ndarray  # bool [N]
-    pooled: np.ndarray  # [2E]: mean and standard deviation over valid tokens
-
-
-@dataclass(frozen=True)
-class Portable:
-    """The program of a folder, which refuses what it was not made for."""
-
-    program: torch.nn.Module
-
-    def __call__(self, volume: np.ndarray, spacing_mm: Sequence[float], first_is_superior: bool) -> Features:
-        """The features of uint8 [D, H, W]; raises UserError for another type, shape, range or unit."""
-        check_input(volume, spacing_mm)
-        with torch.no_grad():
-            outputs = self.program(
-                torch.from_numpy(np.ascontiguousarray(volume)),
-                torch.tensor(list(spacing_mm), dtype=torch.float64),
-                torch.tensor(first_is_superior),
-            )
-        return Features(*(output.numpy() for output in outputs))
-
-
-def load_portable(folder: str) -> Portable:
-    """The program of a folder. It is code: load none of somebody whom you do not trust."""
-    data = io.BytesIO(storage.read_bytes(storage.join(folder, PROGRAM)))
-    return Portable(torch.export.load(data).module())
-
-
-def check_input(volume: np.ndarray, spacing_mm: Sequence[float]) -> None:
-    """Raise UserError for what cannot be a volume as acquired."""
-    if 3 in volume.shape and volume.ndim == 4:
-        raise UserError(f"program: three channels: expected [D, H, W] of one, found {list(volume.shape)}")
-    if volume.ndim != 3 or min(volume.shape) < 2:
-        raise UserError(f"program: expected a volume [D, H, W], found {list(volume.shape)}")
-    if volume.dtype != np.uint8 or volume.max() <= 1:
-        values = f"{volume.dtype} of {volume.min():.2g} to {volume.max():.3g}"
-        raise UserError(f"program: grey values: expected uint8 of 0 to 255, found {values}")
-    if len(spacing_mm) != 3:
-        raise UserError(f"program: spacing: expected 3 values in mm, of D, H and W, found {len(spacing_mm)}")
-    for axis, spacing, (low, high) in zip(AXES, spacing_mm, (OTHER_MM, AXIAL_MM, OTHER_MM), strict=True):
-        if not low <= spacing <= high:
-            unit = "; it looks like um" if low <= spacing / 1000 <= high else ""
-            raise UserError(
-                f"program: spacing of {axis}: expected {low:g} to {high:g} mm, found {spacing:g}{unit}"
-            )
+def load_portable(folder: str, runtime: str = "torch") -> Portable:
+    """The programs of a folder, also in a bucket. They are code: load none of somebody whom you do not trust.
+    The folder's oct_portable.py does the same outside this repository.
+    """
+    return standalone.load_portable(
+        folder, runtime, lambda name: storage.read_bytes(storage.join(folder, name))
+    )
 
 
 class _Folder(NamedTuple):
@@ -110,9 +67,7 @@ class _Folder(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor]:
-        volume, spacing, first = (
-            torch.from_numpy(np.asarray(self.golden[name])) for name in onnx_file.INPUTS
-        )
+        volume, spacing, first = (torch.from_numpy(np.asarray(self.golden[name])) for name in INPUTS)
         return volume, spacing, first
 
 
@@ -131,11 +86,13 @@ def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | N
         features = output.pooled if isinstance(output, Features) else np.asarray(output)
     if features is not None:
         return [_compare(opened, "pipeline", features)]
-    lines = [_check_files(opened), _compare(opened, PROGRAM, load_portable(folder)(*eye).pooled)]
+    lines = [_check_files(opened), *_check_programs(opened, eye, "torch", PROGRAM)]
     with torch.no_grad():
         lines.append(_compare(opened, "model.safetensors", opened.module(*opened.arguments)[2].numpy()))
-    if opened.contract["onnx"] == "onnx":
-        lines.append(_check_onnx(opened))
+    if opened.contract["onnx"] == "onnx" and onnx_file.can_run():
+        lines += _check_programs(opened, eye, "onnxruntime", ONNX)
+    elif opened.contract["onnx"] == "onnx":
+        lines.append(f"{ONNX}: not compared, onnxruntime is not installed")
     if opened.contract["hf"] == "hf":
         lines.append(_check_hf(opened))
     return lines
@@ -162,7 +119,7 @@ def _golden(url: str) -> dict[str, np.ndarray]:
     try:
         with np.load(io.BytesIO(storage.read_bytes(url))) as content:
             golden = {name: np.array(content[name]) for name in content.files}
-        volume, spacing, first, pooled = (golden[name].shape for name in (*onnx_file.INPUTS, "pooled"))
+        volume, spacing, first, pooled = (golden[name].shape for name in (*INPUTS, "pooled"))
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError) as error:
         raise SelfTestError(
             f"{url}: expected the golden eye of the export, found damage ({error})"
@@ -178,13 +135,13 @@ def _golden(url: str) -> dict[str, np.ndarray]:
 def _check_contract(url: str, contract: dict[str, Any], preprocess: Preprocess, weights: Weights) -> None:
     """Raise SelfTestError where preprocess.json does not fit config.json and the weights beside it."""
     version = contract.get("format_version")
-    if version != FORMAT_VERSION:
+    if version not in READ_VERSIONS:
         raise SelfTestError(
             f"{url}: format_version: expected {FORMAT_VERSION}, found {version}; export again"
         )
     if lost := sorted({"hf", "onnx", "normalisation", "sha256", "tolerance"} - set(contract)):
         raise SelfTestError(f"{url}: expected the contract of the export, found no {', '.join(lost)}")
-    names = file_names(has_hf=contract["hf"] == "hf", has_onnx=contract["onnx"] == "onnx")
+    names = file_names(contract)
     if not isinstance(contract["sha256"], dict) or set(contract["sha256"]) != set(names):
         raise SelfTestError(f"{url}: sha256: expected {sorted(names)}, found {contract['sha256']}"[:300])
     grid = tuple(n * p for n, p in zip(weights.grid, weights.patch, strict=True))
@@ -217,12 +174,25 @@ def _check_files(opened: _Folder) -> str:
     return f"files: {len(opened.contract['sha256'])} as exported"
 
 
-def _check_onnx(opened: _Folder) -> str:
-    """The ONNX file by onnxruntime, where it is installed."""
-    if not onnx_file.can_run():
-        return f"{ONNX}: not compared, onnxruntime is not installed"
-    data = storage.read_bytes(storage.join(opened.url, ONNX))
-    return _compare(opened, ONNX, onnx_file.run_onnx(data, opened.arguments)[2])
+def _check_programs(
+    opened: _Folder, eye: tuple[np.ndarray, tuple[float, float, float], bool], runtime: str, name: str
+) -> list[str]:
+    """What a runtime's program makes of the golden eye, and its head."""
+    try:
+        answer = load_portable(opened.url, runtime)(*eye)
+    except InputError as error:
+        raise SelfTestError(f"{opened.url}: {error}") from error
+    if isinstance(answer, Features):
+        return [_compare(opened, name, answer.pooled)]
+    lines = [_compare(opened, name, answer.features.pooled)]
+    scores, expected = np.array([*answer.scores.values()]), opened.golden["scores"]
+    difference, tolerance = _distance(scores, expected), float(opened.contract["tolerance"])
+    if not difference <= tolerance:
+        raise SelfTestError(
+            f"{opened.url}: head by {runtime}: expected the golden scores to {tolerance:g}, found a "
+            f"difference of {difference:.2g}"
+        )
+    return [*lines, f"head by {runtime}: golden scores to {difference:.1g}"]
 
 
 def _check_hf(opened: _Folder) -> str:

@@ -1,12 +1,14 @@
-"""`python -m models.weights export --checkpoint X.pt --portable DIR`.
+"""`python -m models.weights export --checkpoint X.pt --portable DIR`, and with --head.
 
-In: a checkpoint of ours. Out, in DIR:
+In: a checkpoint of ours, or a head's program with its encoder. Out, in DIR:
     model.safetensors, config.json, README.md   the encoder, as `export --out` writes it
     hf/                                         the same in Hugging Face's layout, where it can hold it
     program.pt2       torch.export of program.py: volume as acquired -> tokens, validity, pooled features
     program.onnx      the same for runtimes without torch, where the packages of onnx_file.py are installed
+    head.pt2, head.onnx   of a head: features -> scores and probabilities
+    oct_portable.py   standalone.py, which checks what it is given and runs the programs
     preprocess.json   what the program does before the encoder, and the SHA-256 of every file
-    golden.npz        an eye (under 300 kB) with its pooled features and some of its tokens
+    golden.npz        an eye (under 300 kB) with its pooled features and some of its tokens; what a head says
 Each program gives the golden features to 1e-4, or nothing is written.
 """
 
@@ -15,23 +17,26 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from dataclasses import asdict
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.weights.export import export_encoder, why_not_hf
-from models.weights.portable import onnx_file
+from models.weights.portable import onnx_file, standalone
 from models.weights.portable.eye import FIRST_IS_SUPERIOR, SPACING_MM, golden_eye
 from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
+from models.weights.portable.standalone import HEAD, HEAD_ONNX, ONNX, PREPROCESS, PROGRAM, Features
 from models.weights.shape import Weights, new_encoder
 from utils import storage
 from utils.errors import UserError
 
-FORMAT_VERSION = 2  # 1 had no word about ONNX
-PREPROCESS, PROGRAM, ONNX, GOLDEN = "preprocess.json", "program.pt2", "program.onnx", "golden.npz"
+FORMAT_VERSION = 3  # 1 had no word about ONNX, 2 neither heads nor a runner
+RUNNER, GOLDEN = "oct_portable.py", "golden.npz"
 HF_FILES = ("hf/model.safetensors", "hf/config.json")
 TOLERANCE = 1e-4  # largest difference of features on the golden eye
 GOLDEN_TOKENS = 12  # of the golden file, evenly over the grid
@@ -45,36 +50,45 @@ OUTPUT = {
     "valid": "bool [N]: at least half of the token lies inside the scan",
     "pooled": "float32 [2E]: mean and standard deviation over valid tokens",
 }
+OF_HEAD = ("scores", "probabilities")
 CARD = """
 ## The program
 
-`program.pt2` takes a volume as it was acquired and does the rest: `preprocess.json`. Load no program of
-somebody whom you do not trust: unlike safetensors it is code.
+The folder takes a volume as it was acquired and does the rest: `preprocess.json`. `oct_portable.py` needs
+numpy and torch, or onnxruntime, and nothing of the repository; it refuses what no volume can be. Load no
+program of somebody whom you do not trust: unlike safetensors it is code.
 
 ```python
-from models.weights.portable import load_portable, selftest
+import sys
 
-features = load_portable(FOLDER)(volume, spacing_mm=(0.047, 0.0026, 0.0117), first_is_superior=True)
-selftest(FOLDER, my_pipeline)  # my_pipeline(volume, spacing_mm, first_is_superior) -> features
+sys.path.insert(0, FOLDER)
+from oct_portable import load_portable
+
+{result} = load_portable(FOLDER)(volume, spacing_mm=(0.047, 0.0026, 0.0117), first_is_superior=True)
 ```
+
+`python -m models.weights selftest FOLDER`, in the repository, names what is wrong with a folder, or with a
+pipeline that should give these features.
 """
 ONNX_CARD = """
-`program.onnx` is the same program without torch:
-
-```python
-import numpy, onnxruntime
-
-session = onnxruntime.InferenceSession("program.onnx")
-tokens, valid, pooled = session.run(
-    ["tokens", "valid", "pooled"],
-    {
-        "volume": volume,  # uint8 [D, H, W]
-        "spacing_mm": numpy.array([0.047, 0.0026, 0.0117]),
-        "first_is_superior": numpy.array(True),
-    },
-)
-```
+`load_portable(FOLDER, "onnxruntime")` is the same without torch. Whoever runs `program.onnx` without
+`oct_portable.py` checks the input: a graph cannot refuse.
 """
+HEAD_CARD = """
+The folder holds a head: {task} ({names}). `answer.scores` are its outputs, {calibration};
+`answer.probabilities` are calibrated, or None. {num_people} people trained and validated it.
+"""
+
+
+@dataclass(frozen=True)
+class HeadProgram:
+    """A trained head for a folder: its encoder, what it makes of `Features`, and plain values about it (task,
+    names, whether its probabilities are calibrated).
+    """
+
+    weights: Weights
+    module: nn.Module
+    facts: dict[str, Any]
 
 
 def portable_encoder(
@@ -87,7 +101,9 @@ def portable_encoder(
     return PortableEncoder(encoder, preprocess).eval().requires_grad_(False)
 
 
-def export_portable(weights: Weights, out: str, which: Literal["target", "context"]) -> list[str]:
+def export_portable(
+    weights: Weights, out: str, which: Literal["target", "context"], head: HeadProgram | None = None
+) -> list[str]:
     """Write the folder; returns lines to print. Raises UserError for another normalisation, for a folder that
     is not empty, or where the program does not give the features of the encoder.
     """
@@ -107,26 +123,25 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
         torch.tensor(SPACING_MM, dtype=torch.float64),
         torch.tensor(FIRST_IS_SUPERIOR),
     )
-    with torch.no_grad():
-        tokens_NE, valid_N, pooled = module(*arguments)
     any_size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
-    exported = torch.export.export(module, arguments, dynamic_shapes=(any_size, None, None))
     no_onnx = onnx_file.why_no_onnx(module)
-    onnx = onnx_file.to_onnx(exported) if no_onnx is None else None
-    differences = _differences(exported, onnx, arguments, pooled)
-    lines = export_encoder(weights, out, which, "ours")
+    features, contents, lines = _programs(
+        module, arguments, (any_size, None, None), (PROGRAM, ONNX), OUTPUT, no_onnx
+    )
+    golden = _golden(arguments[0], *features)
+    if head is not None:
+        answer, of_head, more = _programs(head.module, features, None, (HEAD, HEAD_ONNX), OF_HEAD, no_onnx)
+        golden |= dict(zip(OF_HEAD, (part.numpy() for part in answer), strict=True))
+        contents, lines = contents | of_head, lines + more
     problem = why_not_hf(weights, cfg)
+    lines += export_encoder(weights, out, which, "ours")
     if problem is None:
         lines += export_encoder(weights, storage.join(out, "hf"), which, "hf")
-    program = io.BytesIO()
-    torch.export.save(exported, program)
-    storage.write_bytes(storage.join(out, PROGRAM), program.getvalue())
-    if onnx is not None:
-        storage.write_bytes(storage.join(out, ONNX), onnx)
-    storage.write_bytes(storage.join(out, GOLDEN), _golden(arguments[0], tokens_NE, valid_N, pooled))
-    readme = storage.join(out, "README.md")
-    onnx_card = f"\nNo `program.onnx`: {no_onnx}.\n" if onnx is None else ONNX_CARD
-    storage.write_text(readme, storage.read_text(readme) + CARD + onnx_card)
+    np.savez_compressed(buffer := io.BytesIO(), allow_pickle=False, **golden)
+    contents |= {GOLDEN: buffer.getvalue(), RUNNER: Path(standalone.__file__).read_bytes()}
+    for name, content in contents.items():
+        storage.write_bytes(storage.join(out, name), content)
+    _add_to_card(storage.join(out, "README.md"), no_onnx, head)
     contract = {
         "format_version": FORMAT_VERSION,
         "input": INPUT,
@@ -134,60 +149,90 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
         **asdict(module.preprocess),
         "normalisation": NORMALISATION,
         "encoder": which,
+        "head": None if head is None else head.facts,
         "hf": problem or "hf",
         "onnx": no_onnx or "onnx",
         "torch": torch.__version__,
         "tolerance": TOLERANCE,
-        "sha256": {
-            name: hashlib.sha256(storage.read_bytes(storage.join(out, name))).hexdigest()
-            for name in file_names(has_hf=problem is None, has_onnx=onnx is not None)
-        },
+    }
+    contract["sha256"] = {
+        name: hashlib.sha256(storage.read_bytes(storage.join(out, name))).hexdigest()
+        for name in file_names(contract)
     }
     storage.write_text(storage.join(out, PREPROCESS), json.dumps(contract, indent=1) + "\n")
     lines += [f"no Hugging Face layout: {problem}"] if problem else []
     lines += [f"no ONNX: {no_onnx}"] if no_onnx else []
-    return [*lines, *differences, f"written to {out}"]
+    return [*lines, f"written to {out}"]
 
 
-def file_names(has_hf: bool, has_onnx: bool) -> list[str]:
-    """The files of a folder whose digests preprocess.json holds."""
-    extra = ([ONNX] if has_onnx else []) + (list(HF_FILES) if has_hf else [])
-    return ["model.safetensors", PROGRAM, GOLDEN, *extra]
+def file_names(contract: dict[str, Any]) -> list[str]:
+    """The files of a folder whose digests its preprocess.json holds."""
+    has_onnx, has_head = contract["onnx"] == "onnx", bool(contract.get("head"))
+    names = {
+        ONNX: has_onnx,
+        HEAD: has_head,
+        HEAD_ONNX: has_onnx and has_head,
+        RUNNER: contract["format_version"] > 2,
+        **dict.fromkeys(HF_FILES, contract["hf"] == "hf"),
+    }
+    return ["model.safetensors", PROGRAM, GOLDEN, *(name for name, is_there in names.items() if is_there)]
 
 
-def _differences(
-    exported: torch.export.ExportedProgram, onnx: bytes | None, arguments: tuple[Tensor, ...], pooled: Tensor
-) -> list[str]:
-    """A line for each program: how far its features are from the module's; raises UserError over 1e-4."""
+def _add_to_card(url: str, no_onnx: str | None, head: HeadProgram | None) -> None:
+    text = storage.read_text(url) + CARD.format(result="features" if head is None else "answer")
+    if head is not None:
+        facts = head.facts
+        text += HEAD_CARD.format(**facts | {"names": ", ".join(facts["names"])})
+    text += ONNX_CARD if no_onnx is None else f"\nNo `{ONNX}`: {no_onnx}.\n"
+    storage.write_text(url, text)
+
+
+def _programs(
+    module: nn.Module,
+    arguments: tuple[Tensor, ...],
+    dynamic_shapes: tuple[Any, ...] | None,
+    names: tuple[str, str],
+    outputs: Iterable[str],
+    no_onnx: str | None,
+) -> tuple[tuple[Tensor, ...], dict[str, bytes], list[str]]:
+    """What the module makes of the arguments; its files by name, of torch.export and, unless there is a
+    reason for none, of ONNX; a line for each, how far its last output is from the module's. Raises UserError
+    over TOLERANCE.
+    """
     with torch.no_grad():
-        features = {PROGRAM: exported.module()(*arguments)[2].numpy()}
-    lines = []
-    if onnx is not None and onnx_file.can_run():
-        features[ONNX] = onnx_file.run_onnx(onnx, arguments)[2]
-    elif onnx is not None:
-        lines.append(f"{ONNX}: not run, onnxruntime is not installed")
-    for name, values in features.items():
-        difference = float(np.abs(values - pooled.numpy()).max())
+        expected = module(*arguments)
+    exported = torch.export.export(module, arguments, dynamic_shapes=dynamic_shapes)
+    torch.export.save(exported, buffer := io.BytesIO())
+    contents, lines = {names[0]: buffer.getvalue()}, []
+    inputs = INPUT if names[0] == PROGRAM else Features._fields
+    runs = {names[0]: standalone.torch_program}
+    if no_onnx is None:
+        contents[names[1]] = onnx_file.to_onnx(exported, [*inputs], [*outputs])
+        if onnx_file.can_run():
+            runs[names[1]] = standalone.onnx_program
+        else:
+            lines.append(f"{names[1]}: not run, onnxruntime is not installed")
+    for name, opened in runs.items():
+        values = opened(contents[name], [*inputs])(*(argument.numpy() for argument in arguments))[-1]
+        difference = float(np.abs(values - expected[-1].numpy()).max())
         if not difference <= TOLERANCE:
             raise UserError(
-                f"{name}: expected features equal to {TOLERANCE}, found a difference of {difference:.2g}"
+                f"{name}: expected outputs equal to {TOLERANCE}, found a difference of {difference:.2g}"
             )
-        lines.append(f"{name}: golden features to {difference:.1g}")
-    return lines
+        what = "features" if name in (PROGRAM, ONNX) else "answer"
+        lines.append(f"{name}: golden {what} to {difference:.1g}")
+    return expected, contents, lines
 
 
-def _golden(volume: Tensor, tokens_NE: Tensor, valid_N: Tensor, pooled: Tensor) -> bytes:
+def _golden(volume: Tensor, tokens_NE: Tensor, valid_N: Tensor, pooled: Tensor) -> dict[str, np.ndarray]:
     """The golden eye, its features, and tokens of places that are inside the scan."""
     places = torch.nonzero(valid_N).flatten()
     chosen = places[torch.linspace(0, len(places) - 1, min(GOLDEN_TOKENS, len(places))).long()]
-    buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        volume=volume.numpy(),
-        spacing_mm=np.array(SPACING_MM),
-        first_is_superior=np.array(FIRST_IS_SUPERIOR),
-        pooled=pooled.numpy(),
-        token_ids=chosen.numpy(),
-        tokens=tokens_NE[chosen].numpy(),
-    )
-    return buffer.getvalue()
+    return {
+        "volume": volume.numpy(),
+        "spacing_mm": np.array(SPACING_MM),
+        "first_is_superior": np.array(FIRST_IS_SUPERIOR),
+        "pooled": pooled.numpy(),
+        "token_ids": chosen.numpy(),
+        "tokens": tokens_NE[chosen].numpy(),
+    }

@@ -31,7 +31,8 @@ from models.weights.cli import main
 from models.weights.portable import load_portable, onnx_file, selftest
 from models.weights.portable.eye import SHAPE, SPACING_MM, golden_eye
 from models.weights.portable.program import PortableEncoder, Preprocess
-from models.weights.portable.selftest import Portable, SelfTestError, check_input
+from models.weights.portable.selftest import SelfTestError
+from models.weights.portable.standalone import InputError, Portable
 from tests.models.weights.weight_files import config, own_checkpoint
 from utils.errors import UserError
 
@@ -113,19 +114,16 @@ def other_volume(seed: int) -> tuple[np.ndarray, Triple]:
 def test_the_program_gives_the_features_of_the_loop(folder: Path, portable: Portable, seed: int) -> None:
     """Other sizes than the exported one, both directions, fields smaller and larger than the grid."""
     volume, spacing = other_volume(seed)
-    onnx = (folder / "program.onnx").read_bytes()
+    onnx = load_portable(str(folder), "onnxruntime")
     for first_is_superior in (True, False):
-        arguments = (
-            torch.from_numpy(volume),
-            torch.tensor(spacing, dtype=torch.float64),
-            torch.tensor(first_is_superior),
-        )
+        arguments = volume, np.array(spacing), np.array(first_is_superior)
         expected = loop(folder, volume, spacing, first_is_superior)
-        tokens, valid, pooled = (output.numpy() for output in portable.program(*arguments))
+        tokens, valid, pooled = portable.program(*arguments)
         np.testing.assert_allclose(pooled, expected, atol=1e-4)
-        np.testing.assert_allclose(onnx_file.run_onnx(onnx, arguments)[2], expected, atol=1e-4)
-        np.testing.assert_allclose(onnx_file.run_onnx(onnx, arguments)[0], tokens, atol=1e-4)
-        assert np.array_equal(onnx_file.run_onnx(onnx, arguments)[1], valid)
+        same = onnx.program(*arguments)
+        np.testing.assert_allclose(same[2], expected, atol=1e-4)
+        np.testing.assert_allclose(same[0], tokens, atol=1e-4)
+        assert np.array_equal(same[1], valid)
 
 
 @pytest.mark.parametrize("mode", ["spacing", "resize"])
@@ -164,23 +162,24 @@ def test_the_folder_tests_itself(folder: Path, capsys: pytest.CaptureFixture[str
 BARE = """
 import sys
 
-sys.path = ["", *sys.path, "packages"]
+runtime, other = sys.argv[1:]
+sys.path = ["", "out", *sys.path, "packages"]
 import numpy as np
-import torch
+from oct_portable import load_portable
 
-golden = np.load("golden.npz")
-program = torch.export.load("program.pt2").module()
-superior = torch.tensor(bool(golden["first_is_superior"]))
-inputs = torch.from_numpy(golden["volume"]), torch.from_numpy(golden["spacing_mm"]), superior
-np.testing.assert_allclose(program(*inputs)[2].numpy(), golden["pooled"], atol=1e-4)
+golden = np.load("out/golden.npz")
+eye = golden["volume"], golden["spacing_mm"], bool(golden["first_is_superior"])
+features = load_portable(runtime=runtime)(*eye)
+np.testing.assert_allclose(features.pooled, golden["pooled"], atol=1e-4)
 assert "utils" not in sys.modules
 import utils
 
 print(utils.__file__)
-try:
-    import models
-except ModuleNotFoundError as error:
-    print(error)
+for name in ("models", other):
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        print(error)
 """
 
 
@@ -200,22 +199,25 @@ def requirements(distribution: str) -> set[str]:
     return names
 
 
-def test_the_program_needs_nothing_of_the_repository(folder: Path, tmp_path: Path) -> None:
-    """In a folder with a utils.py, with torch and numpy and what these require, and no other package."""
-    for name in ("program.pt2", "golden.npz"):
-        shutil.copy(folder / name, tmp_path)
+@pytest.mark.parametrize(("runtime", "other"), [("torch", "onnxruntime"), ("onnxruntime", "torch")])
+def test_the_folder_needs_nothing_of_the_repository(
+    folder: Path, tmp_path: Path, runtime: str, other: str
+) -> None:
+    """Beside a utils.py, with numpy and one runtime and what these require, and no other package."""
+    shutil.copytree(folder, tmp_path / "out")
     (tmp_path / "utils.py").write_text("SOMEBODY_ELSES = True\n")
     (tmp_path / "packages").mkdir()
-    wanted = requirements("torch") | requirements("numpy")
+    wanted = requirements(runtime) | requirements("numpy")
     packages = metadata.packages_distributions().items()
     modules = {module for module, owners in packages if wanted & {plain_name(owner) for owner in owners}}
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if path.name.partition(".")[0] in modules:
             (tmp_path / "packages" / path.name).symlink_to(path)
-    words = [sys.executable, "-I", "-S", "-c", BARE]
+    words = [sys.executable, "-I", "-S", "-c", BARE, runtime, other]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(tmp_path / "utils.py"), "No module named 'models'"]
+    lacking = [f"No module named '{name}'" for name in ("models", other)]
+    assert done.stdout.splitlines() == [str(tmp_path / "utils.py"), *lacking]
 
 
 def test_without_the_packages_there_is_no_onnx_file(
@@ -232,7 +234,7 @@ def test_without_the_packages_there_is_no_onnx_file(
     assert "program.onnx" not in contract["sha256"]
     assert not (tmp_path / "out" / "program.onnx").exists()
     assert f"No `program.onnx`: {reason}." in (tmp_path / "out" / "README.md").read_text()
-    assert "onnxruntime.InferenceSession" in (folder / "README.md").read_text()
+    assert 'load_portable(FOLDER, "onnxruntime")' in (folder / "README.md").read_text()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert not onnx_file.can_run()
     assert "program.onnx: not compared, onnxruntime is not installed" in selftest(str(folder))
@@ -307,8 +309,6 @@ def test_features_of_a_file(folder: Path, portable: Portable, tmp_path: Path) ->
     np.save(path, loop(folder, volume[::-1].copy(), spacing, True)[:128])
     with pytest.raises(SelfTestError, match="B-scans reversed"):
         main(["selftest", str(folder), "--features", path])
-    with pytest.raises(UserError, match="grey values"):
-        portable(volume / 255, spacing, True)
     np.save(path, np.zeros(7))
     with pytest.raises(UserError, match=r"features: expected \[256\], \[128\] or \[32, 128\], found \[7\]"):
         main(["selftest", str(folder), "--features", path])
@@ -357,7 +357,7 @@ def with_words(**words: Any) -> Callable[[Path], Any]:
         (
             "preprocess.json",
             with_words(format_version=1),
-            r"format_version: expected 2, found 1; export again",
+            r"format_version: expected 3, found 1; export again",
         ),
         ("program.pt2", Path.unlink, r"program\.pt2: expected a file of the export, found none"),
     ],
@@ -371,22 +371,48 @@ def test_a_damaged_file_is_named(
         selftest(str(tmp_path / "out"))
 
 
+FAR = (0.002, 0.0005, 0.002)  # a field that lies between the centres of an even grid's middle
+
+
+@pytest.fixture(scope="module")
+def runtimes(folder: Path, portable: Portable) -> list[Portable]:
+    return [portable, load_portable(str(folder), "onnxruntime")]
+
+
 @pytest.mark.parametrize(
-    ("volume", "spacing", "message"),
+    ("volume", "spacing", "first", "message"),
     [
-        (np.zeros((3, 8, 9, 10), np.uint8), SPACING_MM, r"three channels: expected \[D, H, W\] of one"),
+        (np.zeros((3, 8, 9, 10), np.uint8), SPACING_MM, True, r"three channels: expected \[D, H, W\] of one"),
         (
             golden_eye() / 255,
             SPACING_MM,
+            True,
             "grey values: expected uint8 of 0 to 255, found float64 of 0.0",
         ),
-        (golden_eye() // 255, SPACING_MM, "grey values: expected uint8 of 0 to 255, found uint8 of 0 to 1"),
-        (golden_eye(), tuple(1000 * s for s in SPACING_MM), "spacing of D: expected .* mm.*it looks like um"),
-        (golden_eye(), (0.2, 0.2, 0.2), "spacing of H: expected 0.0005 to 0.05 mm, found 0.2"),
-        (golden_eye(), SPACING_MM[:2], "spacing: expected 3 values in mm, of D, H and W, found 2"),
-        (golden_eye()[0], SPACING_MM, r"expected a volume \[D, H, W\], found \[128, 96\]"),
+        (np.full(SHAPE, np.nan), SPACING_MM, True, "grey values: expected uint8.*, found float64 of nan"),
+        (golden_eye() // 255, SPACING_MM, True, "grey values: expected uint8 .*, found uint8 of 0 to 1"),
+        (
+            golden_eye(),
+            tuple(1000 * s for s in SPACING_MM),
+            True,
+            "spacing of D: expected .*it looks like um",
+        ),
+        (golden_eye(), (0.2, 0.2, 0.2), True, "spacing of H: expected 0.0005 to 0.05 mm, found 0.2"),
+        (golden_eye(), (0.0, *SPACING_MM[1:]), True, "spacing of D: expected 0.002 to 2 mm, found 0"),
+        (golden_eye(), (0.2, 0.01, np.nan), True, "spacing of W: expected 0.002 to 2 mm, found nan"),
+        (golden_eye(), SPACING_MM[:2], True, "spacing: expected 3 values in mm, of D, H and W, found 2"),
+        (golden_eye()[0], SPACING_MM, True, r"expected a volume \[D, H, W\], found \[128, 96\]"),
+        (golden_eye()[:1], SPACING_MM, True, r"expected a volume \[D, H, W\], found \[1, 128, 96\]"),
+        (golden_eye()[:0], SPACING_MM, True, r"expected a volume \[D, H, W\], found \[0, 128, 96\]"),
+        (golden_eye().tolist(), SPACING_MM, True, "expected an array of numpy, found list"),
+        (golden_eye(), SPACING_MM, None, "first_is_superior: expected True or False, found None"),
+        (golden_eye()[:2, :2, :2] + 2, FAR, True, "no token of the grid is inside"),
     ],
 )
-def test_what_the_program_was_not_made_for(volume: np.ndarray, spacing: Triple, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_input(volume, spacing)
+def test_what_the_program_was_not_made_for(
+    runtimes: list[Portable], volume: Any, spacing: Triple, first: Any, message: str
+) -> None:
+    """By torch and by onnxruntime, whose graph cannot refuse."""
+    for portable in runtimes:
+        with pytest.raises(InputError, match=message):
+            portable(volume, spacing, first)

@@ -306,7 +306,7 @@ def test_what_does_not_fit_is_refused(world: Path, tmp_path: Path) -> None:
     save_checkpoint(cfg)
     for override, message in [
         ("model.size=s", "model.size: expected s of the configuration, found ti"),
-        ("model.rope=tiled", "model.rope: expected tiled of the configuration, found interleaved"),
+        ("model.rope=interleaved", "model.rope: expected interleaved of the configuration, found tiled"),
         ("spatial.patch_size=[4,8,16]", r"spatial.patch_size: expected \[4, 8, 16\]"),
     ]:
         with pytest.raises(UserError, match=message):

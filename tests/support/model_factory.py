@@ -29,7 +29,8 @@ def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     base += ["train.global_batch_size=16", "train.per_core_batch_size=16", "train.max_steps=200"]
     base += ["optim.base_lr=5e-4", "optim.warmup_ratio=0.1", "optim.cooldown_ratio=0.3"]
     base += ["optim.min_lr_ratio=0.01", "method.regulariser=vicreg", "method.regulariser_weight=0.05"]
-    base += ["method.neighbour_weight=0"]
+    # golden losses are older than the shipped rotary form
+    base += ["method.neighbour_weight=0", "model.rope=interleaved"]
     if recipe in RECIPES:
         base += [f"method.recipe={recipe}"]
     if recipe == "methods":

@@ -17,7 +17,9 @@ from models.weights.files import read_weights
 from models.weights.fit import fit
 from models.weights.shape import new_encoder
 from tests.models.weights.weight_files import MAE, METHODS, config, own_checkpoint, volume
+from tests.support.pipeline_factory import ROOT, SMOKE
 from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.config.load import load_config
 from utils.errors import UserError
 
 
@@ -76,10 +78,22 @@ def test_what_saw_nobody_may_come_back(tiny: Path, tmp_path: Path) -> None:
         assert ("predictor.predictor_embed.weight" in second) == (layout == "hf")
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "near"])
+SHIPPED = sorted((ROOT / "configs").glob("pretrain*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_configuration_has_hugging_faces_rotary_form(path: Path) -> None:
+    cfg = load_config(path)
+    assert cfg.model.rope == "tiled"
+    assert cfg.spatial.image_size[1] == cfg.spatial.image_size[2]
+    assert cfg.spatial.patch_size[1] == cfg.spatial.patch_size[2]
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "near", "shipped"])
 def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
     changes = {"mae": MAE, "near": ["method.neighbour_weight=1"]}
-    cfg = config(*changes.get(recipe, []))
+    path = ROOT / "configs" / "pretrain_oct_vjepa2.yaml" if recipe == "shipped" else SMOKE
+    cfg = config(*changes.get(recipe, []), path=path)
     path, out = own_checkpoint(tmp_path / "run", cfg), tmp_path / "exported"
     main(["export", "--checkpoint", str(path), "--out", str(out), "--layout", "hf"])
     theirs = VJEPA2Model.from_pretrained(out).eval()
@@ -91,12 +105,12 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
         features = ours.target_encoder(x)
         output = theirs(x.transpose(1, 2), skip_predictor=True).last_hidden_state
         torch.testing.assert_close(output, features, atol=1e-4, rtol=0)
-        if recipe in ("vjepa2", "near"):
+        if recipe in ("vjepa2", "near", "shipped"):
             expected = ours.predictor(features[:, :16], keep, target)
             output = theirs(x.transpose(1, 2), context_mask=[keep], target_mask=[target]).predictor_output
             torch.testing.assert_close(output.last_hidden_state, expected, atol=1e-4, rtol=0)
     card = (out / "README.md").read_text()
-    assert ("The predictor is included" in card) == (recipe in ("vjepa2", "near"))
+    assert ("The predictor is included" in card) == (recipe != "mae")
     assert "unknown, the checkpoint does not say" in card
 
 

@@ -63,11 +63,11 @@ def modules(path: Path, **heads: int) -> tuple[VisionTransformer3D, VisionTransf
     return both
 
 
-def config(*overrides: str) -> Config:
+def config(*overrides: str, path: Path = SMOKE) -> Config:
     """Grid 2 x 4 x 4 of patches 4 x 8 x 8, which `tiny` fits."""
-    base = ["spatial.image_size=[8,32,32]", "model.rope=tiled"]
+    base = ["spatial.image_size=[8,32,32]", "spatial.patch_size=[4,8,8]", "model.size=ti"]
     base += ["method.predictor_width=64", "method.predictor_depth=2", "method.neighbour_weight=0"]
-    return load_config(SMOKE, [*base, *overrides])
+    return load_config(path, [*base, *overrides])
 
 
 def volume(*shape: int, seed: int = 0) -> Tensor:

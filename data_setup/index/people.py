@@ -20,7 +20,7 @@ from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _VISIT = re.compile(
-    r"(visit|scan|vol|volume|oct|octs|series|exam|eye|eyes|img|image|images|bscan|bscans|export|baseline|bl|month"
+    r"(visit|scan|vol|volume|oct|octs|series|exam|eyes?|oeil|œil|auge|ojo|occhio|olho|img|image|images|bscan|bscans|export|baseline|bl|month"
     r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
     r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface)\d*|v\d{0,2}|t\d{1,2}|(images|labels)t[rs]",
     re.IGNORECASE,
@@ -52,9 +52,17 @@ _COPY = re.compile(  # what a file manager adds to the name of a copy
 _CHANNEL = re.compile(r"(.*\d.*)_(\d{4})")  # nnU-Net: case_001_0000, case_001_0001
 _MOST_CHANNELS = 10
 
-# an eye right after a number, and two words for eyes that are common English in small letters
-_GLUED = re.compile(r"(.*\d)(OD|OS|RE|LE|R|L|od|os|(?:Right|Left)(?=Eye|$))(?:Eye)?")
-_SIDES = {"RE": "R", "LE": "L"}
+# an eye right after a number, or a short number right after an eye
+_GLUED = re.compile(
+    r"(.*\d)(OD|OS|RE|LE|R|L|od|os|(?:Right|Left)(?=Eye|$))(?:Eye)?"
+    r"|(OD|OS|RE|LE|od|os|[Rr]ight|[Ll]eft)(\d{1,3})|([RL])(\d)"
+)
+_DOTTED = re.compile(r"(?<![A-Za-z])(?:(O)\. ?([DS])|([RL])\. ?(E))\b\.?", re.IGNORECASE)  # O.D., L. E.
+_SIDES = {"RE": "R", "LE": "L", "OG": "L", "OI": "L"}  # common words, or initials, in small letters
+_SIDES_ABROAD = {
+    **dict.fromkeys(("gauche", "links", "linkes", "izquierdo", "izquierda", "sinistro", "esquerdo"), "L"),
+    **dict.fromkeys(("droit", "droite", "rechts", "rechtes", "derecho", "derecha", "destro", "direito"), "R"),
+}
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
@@ -105,7 +113,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     """`person_of_path` of all (path, by_folder) of a tree, with what only many paths show.
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
-    are channels; a word that recurs below several numbered folders, such as Fovea, is no person.
+    are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
     stems: dict[str, set[str]] = defaultdict(set)
@@ -126,13 +134,22 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     above: dict[int, tuple[str, str]] = {}
     for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
         nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
-        if len(nearest) == 2 and not re.search(r"\d", person) and re.search(r"\d", nearest[1][0]):
+        # Fovea1 is no id beside 1001, P1 is one beside A2
+        number = r"\d{3}" if re.search(r"\d", person) else r"\d"
+        if len(nearest) == 2 and not re.search(r"\d{3}", person) and re.search(number, nearest[1][0]):
             above[nth] = nearest[1]
-            places[person].add("/".join(nearest[1][::-1]))
+            places[_word_of(person)].add("/".join(nearest[1][::-1]))
     recur = {word for word, parents in places.items() if len(parents) > 1}
     if len(recur) <= len(set().union(*places.values())):
-        people = [above[n] if n in above and one[0] in recur else one for n, one in enumerate(people)]
+        people = [
+            above[n] if n in above and _word_of(one[0]) in recur else one for n, one in enumerate(people)
+        ]
     return people
+
+
+def _word_of(person: str) -> str:
+    """Without the number at its end: Fovea1 -> Fovea."""
+    return re.sub(r"\d+$", "", person)
 
 
 def is_nobody(person: str) -> bool:
@@ -248,8 +265,10 @@ def side_of_path(path: str) -> str | None:
 
 
 def _stem(name: str) -> str:
-    """The name without an ending of letters: `eye.nii.gz` -> eye; a UID keeps its numbers."""
-    return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}){1,2}$", "", name)
+    """The name without an ending of letters: `eye.nii.gz` -> eye; a UID keeps its numbers, and O.D.tif the
+    eye.
+    """
+    return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{2,5})?\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}$", "", name)
 
 
 def _without_ending(path: str) -> str:
@@ -258,12 +277,13 @@ def _without_ending(path: str) -> str:
 
 
 def _side(word: str) -> str | None:
-    return _SIDES.get(word) or SIDES.get(word.lower())
+    return _SIDES.get(word) or SIDES.get(word.lower()) or _SIDES_ABROAD.get(word.lower())
 
 
 def _words(name: str) -> list[str]:
     words: list[str] = []
+    name = _DOTTED.sub(lambda match: f" {''.join(filter(None, match.groups())).upper()} ", name)
     for word in filter(None, re.split(r"[\W_]+", _DATE.sub(" ", _COPY.sub(" ", name)))):
-        glued = _GLUED.fullmatch(word)  # S01OD, 1001R, Patient1RightEye
-        words += glued.groups() if glued else (word,)
+        glued = _GLUED.fullmatch(word)  # S01OD, 1001R, Patient1RightEye, OD1
+        words += filter(None, glued.groups()) if glued else (word,)
     return words

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import datetime
 import io
+import itertools
 import math
 import re
 import zipfile
@@ -33,6 +34,8 @@ SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "
 NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null"}
 
 Row = dict[str, str]  # of a table, by column
+_SEP_LINE = re.compile(r"sep=([,;\t])", re.IGNORECASE)  # what Excel writes above a table, for itself
+MOST_TITLE = 20  # lines above a header
 
 
 def read_table(
@@ -44,14 +47,6 @@ def read_table(
     else tabs, or another separator where only that one gives one of `id_columns`.
     """
     header, rows = read_cells(url, options, id_columns)
-    for name, count in Counter(filter(None, header)).items():
-        if count > 1:
-            raise UserError(f"{url}: column {name}: expected it once, found {count} times")
-    for number, fields in rows.items():
-        if len(fields) != len(header):
-            raise UserError(
-                f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"
-            )
     known_id = next((name for name in id_columns if name in header), None)
     if known_id is None:
         raise UserError(f"{url}: expected a column {' or '.join(id_columns)}, found {', '.join(header)}")
@@ -144,7 +139,10 @@ def clean_path(value: str | None) -> str | None:
 def read_cells(
     url: str, options: StorageOptions, id_columns: Sequence[str] = ()
 ) -> tuple[list[str], dict[int, list[str]]]:
-    """(header, {line number: cells}) of a table, see `read_table`; raises UserError, StorageError."""
+    """(header, {line number: cells}) of a table, see `read_table`; raises UserError, StorageError.
+
+    Lines above the header with nothing after their first cell are its title.
+    """
     ending = url.lower().rpartition(".")[2]
     readers = {"parquet": _parquet_cells, "xlsx": _excel_cells, "xls": _excel_cells}
     header, rows = (
@@ -152,7 +150,23 @@ def read_cells(
     )
     if not header:
         raise UserError(f"{url}: expected a table with a header line, found an empty one")
+    for name, count in Counter(filter(None, header)).items():
+        if count > 1:
+            raise UserError(f"{url}: column {name}: expected it once, found {count} times")
+    for number, fields in rows.items():
+        if len(fields) != len(header):
+            raise UserError(
+                f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"
+            )
     return header, rows
+
+
+def _below_title(lines: Iterable[list[str]]) -> int:
+    """How many lines stand above the header: those with nothing after their first cell, where a line has
+    more.
+    """
+    wide = (place for place, line in enumerate(lines) if any(cell.strip() for cell in line[1:]))
+    return next(wide, 0)
 
 
 def _excel_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int, list[str]]]:
@@ -169,6 +183,7 @@ def _excel_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int
     except (zipfile.BadZipFile, KeyError, ValueError, IndexError, SyntaxError) as error:
         advice = "save it as .xlsx or as CSV UTF-8"
         raise UserError(f"{url}: expected an .xlsx file, found {type(error).__name__}; {advice}") from error
+    cells = cells[_below_title(cells) :]
     header = [name.strip() for name in cells[0]] if cells else []
     return header, {n: line for n, line in enumerate(cells[1:], 1) if any(line)}
 
@@ -189,12 +204,19 @@ def _text_cells(
     """(header, {line number: cells}) of a TSV or CSV; empty lines are left out."""
     text = io.StringIO(read_text(url, options), newline="")  # any line end; inside quotes it stays
     usual = "," if url.lower().endswith(".csv") else "\t"
-    separator = _separator(text.readline().rstrip("\r\n"), usual, id_columns)
+    first = [line.rstrip("\r\n") for line in itertools.islice(text, MOST_TITLE)]
+    named = _SEP_LINE.fullmatch(first[0]) if first else None
+    widest = first[_below_title([re.split(r"[,;\t]", line) for line in first])] if first else ""
+    separator = named[1] if named else _separator(widest, usual, id_columns)
     text.seek(0)
+    if named:
+        text.readline()
     lines = csv.reader(text, delimiter=separator, strict=True)
     try:
-        header = [name.strip() for name in next(lines, [])]
-        return header, {number: fields for fields, number in ((f, lines.line_num) for f in lines) if fields}
+        cells = [(fields, lines.line_num + bool(named)) for fields in lines]
+        cells = cells[_below_title([fields for fields, _ in cells[:MOST_TITLE]]) :]
+        header = [name.strip() for name in cells[0][0]] if cells else []
+        return header, {number: fields for fields, number in cells[1:] if fields}
     except csv.Error as error:
         raise UserError(f"{url}: expected a table with a header line, found: {error}") from error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from openpyxl import load_workbook
 from pydicom.dataset import FileDataset
 
 from data_setup.index.people import people_of_paths, person_of_path, side_of_path
@@ -314,6 +315,18 @@ def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Pa
         ("100049 - Copy (2)/OD", False, "100049", "R"),
         ("P4/masks", False, "P4", None),
         ("1003/V1", False, "1003", None),
+        ("Meier/OD1.tif", False, "Meier", "R"),
+        ("Meier/L2.tif", False, "Meier", "L"),
+        ("Meier/right3/scan.tif", False, "Meier", "R"),
+        ("Meier/O.D./1.tif", False, "Meier", "R"),
+        ("Meier/o. s..tif", False, "Meier", "L"),
+        ("Meier_L.E.tif", False, "Meier", "L"),
+        ("Meier/gauche.tif", False, "Meier", "L"),
+        ("Meier/Rechtes Auge/1.tif", False, "Meier", "R"),
+        ("Perez/ojo izquierdo/1.tif", False, "Perez", "L"),
+        ("Meier/OG.nii.gz", False, "Meier", "L"),
+        ("OD12.tif", False, "12", "R"),
+        ("Rossi1/1.tif", False, "Rossi1", None),
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
@@ -333,6 +346,9 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("1003/20240131/OD 1003/20240228/OD", "1003 1003"),
         ("1001/Fovea 1001/Disc 1002/Fovea 1002/Disc", "1001 1001 1002 1002"),
         ("bonn/ann/OD koeln/ann/OD", "ann ann"),
+        ("Meier/OD1 Meier/OS1 Schulz/OD1 Schulz/OS1", "Meier Meier Schulz Schulz"),
+        ("1001/Fovea1 1001/Fovea2 1002/Fovea1", "1001 1001 1002"),
+        ("A2/P1 A2/P2 B3/P1", "P1 P2 P1"),
         ("AMD/1/OD Control/1/OD", "1 1"),
     ],
 )
@@ -363,7 +379,9 @@ def test_two_readings_are_shown_and_nobody_is_an_eye(
         assert len(table(tmp_path / number / "participants.tsv", "person_id")) == int(number)
 
 
-@pytest.mark.parametrize("name", ["l.csv", "german.csv", "l.tsv", "l.xlsx", "l.parquet"])
+@pytest.mark.parametrize(
+    "name", ["l.csv", "german.csv", "sep.csv", "title.csv", "l.tsv", "l.xlsx", "title.xlsx", "l.parquet"]
+)
 def test_ids_of_a_label_table_are_compared_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -371,12 +389,18 @@ def test_ids_of_a_label_table_are_compared_at_once(
     for person in ("Bauer_Zoe", "1003", "ann"):
         write_nifti(root / person / "OD.nii", speckle(4, 12, 16), SPACING)
     frame = pd.DataFrame({"Patient": ["1003", "Bauer, Zoe", "ann"], "Diagnosis": ["AMD", "DME", ""]})
-    if name == "l.xlsx":
-        frame.to_excel(url, index=False)
+    if name.endswith(".xlsx"):
+        frame.to_excel(url, index=False, startrow=2 * name.startswith("title"))
+        if name == "title.xlsx":
+            book = load_workbook(url)
+            book.active["A1"] = "Study of the macula"
+            book.save(url)
     elif name == "l.parquet":
         frame.to_parquet(url)
     else:
-        frame.to_csv(url, index=False, sep={"l.csv": ",", "german.csv": ";", "l.tsv": "\t"}[name])
+        separators = {"l.csv": ",", "german.csv": ";", "sep.csv": ";", "title.csv": ";", "l.tsv": "\t"}
+        above = {"sep.csv": "sep=;\n", "title.csv": "Study of the macula\n\n"}.get(name, "")
+        url.write_text(above + frame.to_csv(index=False, sep=separators[name]))
     index(root, "--labels", str(url))
     text = capsys.readouterr().out
     assert "2 of 3 ids of column Patient are in the tree; task.id_column=Patient" in text
@@ -391,6 +415,9 @@ def test_ids_of_a_label_table_are_compared_at_once(
     other = tmp_path / "other.csv"
     other.write_text("Patient,Diagnosis\n9,AMD\n")
     with pytest.raises(UserError, match=r"other\.csv: expected ids of the tree, such as '1003'"):
+        index(root, "--labels", str(other))
+    other.write_text("Patient,Diagnosis,Patient\n1003,AMD,9\n")
+    with pytest.raises(UserError, match=r"other\.csv: column Patient: expected it once, found 2 times"):
         index(root, "--labels", str(other))
     assert not (root / "manifest.tsv").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from data_setup.manifest import unknown_record
 from data_setup.readers.open_record import open_record
@@ -34,6 +36,7 @@ for runtime in runtimes:
 ours = {"models", "data_setup", "finetuning", "monai", "pandas", "omegaconf"} & set(sys.modules)
 assert not ours and utils.MINE, ours
 """
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -50,12 +53,16 @@ def predicted(head: str, *words: str) -> dict[str, Any]:
     return dict(line)
 
 
-def portable_answers(head: str, first_is_superior: bool, *runtimes: str) -> list[dict[str, Any]]:
-    """What the head's folder says of the same frames, elsewhere."""
+def export(head: str) -> Path:
+    """The head's folder, elsewhere."""
     command = ["export", "--head", head, "--portable", "elsewhere/out", "--checkpoint", CHECKPOINT]
     assert weights.main(command) == 0
     assert weights.main(["selftest", "elsewhere/out"]) == 0
-    elsewhere = Path("elsewhere")
+    return Path("elsewhere")
+
+
+def alone(elsewhere: Path, first_is_superior: bool, *runtimes: str) -> list[dict[str, Any]]:
+    """What the folder says of the same frames in a process of its own."""
     (elsewhere / "utils.py").write_text("MINE = True\n")
     np.save(elsewhere / "volume.npy", speckle(16, 200, 48))
     words = [sys.executable, "-c", ASK, str(first_is_superior), *runtimes]
@@ -68,6 +75,22 @@ def portable_answers(head: str, first_is_superior: bool, *runtimes: str) -> list
     return answers
 
 
+def here(elsewhere: Path, first_is_superior: bool) -> Any:
+    """The same in this process."""
+    spec = importlib.util.spec_from_file_location("oct_portable", elsewhere / "out" / "oct_portable.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load_portable()(speckle(16, 200, 48), SPACING, first_is_superior)
+
+
+@pytest.fixture
+def no_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes seconds to write, and has its own test."""
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+
+
 @pytest.fixture
 def first_is_superior(formats: Path) -> bool:
     """Of scans/scan.dcm, which is written here."""
@@ -75,21 +98,59 @@ def first_is_superior(formats: Path) -> bool:
     return not open_record(unknown_record(path), StorageOptions())[0].flip_d
 
 
-def calibrate(head: str) -> None:
-    """Give a head a temperature, as 20 validation people and more would."""
+def change(head: str, part: str, **values: Any) -> None:
+    """Change a part of a head's file: a temperature, as 20 validation people would give it, or its planes."""
     state = load_checkpoint(f"{head}/checkpoints/head.pt")
-    state["calibration"] |= {"temperature": 0.3, "reason": None, "loss_before": 2.0, "loss_after": 1.0}
+    state[part] |= values
     del state["checksum"]
     writer = CheckpointWriter(f"{head}/checkpoints", keep_last=None)
     writer.save(state, ["head"])
     writer.close()
 
 
-@pytest.mark.parametrize("head", ["linear", "trained"])
+@pytest.mark.parametrize("head", ["linear", pytest.param("trained", marks=SLOW)])
 def test_labels_are_those_of_predict(head: str, first_is_superior: bool) -> None:
-    calibrate(head)
+    change(head, "calibration", temperature=0.3, reason=None, loss_before=2.0, loss_after=1.0)
     line = predicted(head)
-    for answer in portable_answers(head, first_is_superior, "torch", "onnxruntime"):
+    for answer in alone(export(head), first_is_superior, "torch", "onnxruntime"):
         assert answer["scores"] == pytest.approx(line["scores"], abs=1e-5)
         assert answer["probabilities"] == pytest.approx(line["probabilities"], abs=1e-5)
         assert answer["probabilities"] != pytest.approx(line["scores"], abs=1e-3)
+
+
+@pytest.mark.usefixtures("no_onnx")
+@pytest.mark.parametrize(
+    ("head", "planes"),
+    [
+        ("layers", "nearest"),
+        pytest.param("layers", None, marks=SLOW),
+        pytest.param("translation", "nearest", marks=SLOW),
+    ],
+)
+def test_surfaces_and_slabs_are_those_of_predict(
+    head: str, planes: str | None, first_is_superior: bool
+) -> None:
+    if planes:
+        change(head, "geometry", planes=planes)
+    line = predicted(head)
+    answer = here(export(head), first_is_superior)._asdict()
+    with np.load(f"answers/{line['arrays']}") as arrays:
+        assert answer["names"] == arrays["names"].tolist()
+        for ours, theirs in {"layers": {"rows": "rows", "um": "um"}, "translation": {"values": "slabs"}}[
+            head
+        ].items():
+            np.testing.assert_allclose(answer[ours], arrays[theirs], rtol=1e-4, atol=2e-3)
+            assert np.isfinite(answer[ours]).mean() > 0.5
+
+
+@pytest.mark.usefixtures("no_onnx")
+def test_classes_are_those_of_predict(first_is_superior: bool) -> None:
+    """The scan is larger than the grid: from windows."""
+    change("segmentation", "geometry", planes="nearest")
+    line = predicted("segmentation", "--format", "png")
+    answer = here(export("segmentation"), first_is_superior)
+    images = [np.asarray(Image.open(path)) for path in sorted(Path(line["file"]).glob("*.png"))]
+    assert answer.voxels.shape == (16, 200, 48)
+    assert (answer.voxels == np.stack(images)).mean() > 0.9999
+    assert answer.names == load_checkpoint("segmentation/checkpoints/head.pt")["classes"]
+    assert len(np.unique(answer.voxels)) > 1

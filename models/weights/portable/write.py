@@ -5,8 +5,10 @@ In: a checkpoint of ours, or a head's program with its encoder. Out, in DIR:
     hf/                                         the same in Hugging Face's layout, where it can hold it
     program.pt2       torch.export of program.py: volume as acquired -> tokens, validity, pooled features
     program.onnx      the same for runtimes without torch, where the packages of onnx_file.py are installed
-    head.pt2, head.onnx   of a head: features -> scores and probabilities
+    head.pt2, head.onnx   of a head of labels: features -> scores and probabilities
+    head.pt2          of another head, with its encoder: a window of the grid -> what is predicted there
     oct_portable.py   standalone.py, which checks what it is given and runs the programs
+    oct_grid.py       of a head that reads voxels: data_setup/resample.py, to the grid and back
     preprocess.json   what the program does before the encoder, and the SHA-256 of every file
     golden.npz        an eye (under 300 kB) with its pooled features and some of its tokens; what a head says
 Each program gives the golden features to 1e-4, or nothing is written.
@@ -17,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +32,22 @@ from models.weights.export import export_encoder, why_not_hf
 from models.weights.portable import onnx_file, standalone
 from models.weights.portable.eye import FIRST_IS_SUPERIOR, SPACING_MM, golden_eye
 from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
-from models.weights.portable.standalone import HEAD, HEAD_ONNX, ONNX, PREPROCESS, PROGRAM, Features
+from models.weights.portable.standalone import (
+    GRID,
+    HEAD,
+    HEAD_ONNX,
+    ONNX,
+    PREPROCESS,
+    PROGRAM,
+    READS,
+    VIEW,
+    Answer,
+    Classes,
+    Labels,
+    Slabs,
+    Surfaces,
+    load_portable,
+)
 from models.weights.shape import Weights, new_encoder
 from utils import storage
 from utils.errors import UserError
@@ -50,7 +67,7 @@ OUTPUT = {
     "valid": "bool [N]: at least half of the token lies inside the scan",
     "pooled": "float32 [2E]: mean and standard deviation over valid tokens",
 }
-OF_HEAD = ("scores", "probabilities")
+OF_HEAD = {VIEW: ("outputs",), "features": ("scores", "probabilities")}
 CARD = """
 ## The program
 
@@ -75,20 +92,22 @@ ONNX_CARD = """
 `oct_portable.py` checks the input: a graph cannot refuse.
 """
 HEAD_CARD = """
-The folder holds a head: {task} ({names}). `answer.scores` are its outputs, {calibration};
-`answer.probabilities` are calibrated, or None. {num_people} people trained and validated it.
+The folder holds a head of {task} ({names}), {calibration}. `oct_portable.py` says what `answer` holds.
+{num_people} people trained and validated it.
 """
 
 
 @dataclass(frozen=True)
 class HeadProgram:
-    """A trained head for a folder: its encoder, what it makes of `Features`, and plain values about it (task,
-    names, whether its probabilities are calibrated).
+    """A trained head for a folder: its encoder, what it makes of what it `reads` (READS of standalone.py),
+    and plain values about it: task, names, calibration, and what a task needs on its way back to the scan.
+    `grid`: the source of data_setup/resample.py, where it reads voxels.
     """
 
     weights: Weights
     module: nn.Module
     facts: dict[str, Any]
+    grid: bytes | None = None
 
 
 def portable_encoder(
@@ -126,14 +145,14 @@ def export_portable(
     any_size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
     no_onnx = onnx_file.why_no_onnx(module)
     features, contents, lines = _programs(
-        module, arguments, (any_size, None, None), (PROGRAM, ONNX), OUTPUT, no_onnx
+        module, arguments, (any_size, None, None), (PROGRAM, ONNX), (tuple(INPUT), tuple(OUTPUT)), no_onnx
     )
-    golden = _golden(arguments[0], *features)
+    golden, problem = _golden(arguments[0], *features), why_not_hf(weights, cfg)
+    contract = _contract(module.preprocess, which, head, problem or "hf", no_onnx or "onnx")
     if head is not None:
-        answer, of_head, more = _programs(head.module, features, None, (HEAD, HEAD_ONNX), OF_HEAD, no_onnx)
-        golden |= dict(zip(OF_HEAD, (part.numpy() for part in answer), strict=True))
+        given = features if head.grid is None else (module.view(*arguments)[0],)
+        of_head, golden["answer"], more = _of_head(head, given, contents, contract)
         contents, lines = contents | of_head, lines + more
-    problem = why_not_hf(weights, cfg)
     lines += export_encoder(weights, out, which, "ours")
     if problem is None:
         lines += export_encoder(weights, storage.join(out, "hf"), which, "hf")
@@ -142,19 +161,6 @@ def export_portable(
     for name, content in contents.items():
         storage.write_bytes(storage.join(out, name), content)
     _add_to_card(storage.join(out, "README.md"), no_onnx, head)
-    contract = {
-        "format_version": FORMAT_VERSION,
-        "input": INPUT,
-        "output": OUTPUT,
-        **asdict(module.preprocess),
-        "normalisation": NORMALISATION,
-        "encoder": which,
-        "head": None if head is None else head.facts,
-        "hf": problem or "hf",
-        "onnx": no_onnx or "onnx",
-        "torch": torch.__version__,
-        "tolerance": TOLERANCE,
-    }
     contract["sha256"] = {
         name: hashlib.sha256(storage.read_bytes(storage.join(out, name))).hexdigest()
         for name in file_names(contract)
@@ -165,13 +171,34 @@ def export_portable(
     return [*lines, f"written to {out}"]
 
 
+def _contract(
+    preprocess: Preprocess, which: str, head: HeadProgram | None, hf: str, onnx: str
+) -> dict[str, Any]:
+    """The content of preprocess.json but for digests."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "input": INPUT,
+        "output": OUTPUT,
+        **asdict(preprocess),
+        "normalisation": NORMALISATION,
+        "encoder": which,
+        "head": None if head is None else head.facts,
+        "hf": hf,
+        "onnx": onnx,
+        "torch": torch.__version__,
+        "tolerance": TOLERANCE,
+    }
+
+
 def file_names(contract: dict[str, Any]) -> list[str]:
     """The files of a folder whose digests its preprocess.json holds."""
     has_onnx, has_head = contract["onnx"] == "onnx", bool(contract.get("head"))
+    is_dense = has_head and contract["head"]["reads"] == VIEW
     names = {
         ONNX: has_onnx,
         HEAD: has_head,
-        HEAD_ONNX: has_onnx and has_head,
+        HEAD_ONNX: has_onnx and has_head and not is_dense,
+        GRID: is_dense,
         RUNNER: contract["format_version"] > 2,
         **dict.fromkeys(HF_FILES, contract["hf"] == "hf"),
     }
@@ -187,34 +214,47 @@ def _add_to_card(url: str, no_onnx: str | None, head: HeadProgram | None) -> Non
     storage.write_text(url, text)
 
 
+def _of_head(
+    head: HeadProgram, given: tuple[Tensor, ...], contents: dict[str, bytes], contract: dict[str, Any]
+) -> tuple[dict[str, bytes], np.ndarray, list[str]]:
+    """The files of a head by name, what it says of the golden eye, and lines as of `_programs`."""
+    reads = head.facts["reads"]
+    no_onnx = None if contract["onnx"] == "onnx" and head.grid is None else "torch alone"
+    named = READS[reads], OF_HEAD[reads]
+    _, files, lines = _programs(head.module, given, None, (HEAD, HEAD_ONNX), named, no_onnx)
+    files |= {} if head.grid is None else {GRID: head.grid}
+    there = contents | files | {PREPROCESS: json.dumps(contract).encode()}
+    answer = load_portable("", read=there.__getitem__)(golden_eye(), SPACING_MM, FIRST_IS_SUPERIOR)
+    return files, of_answer(answer), lines
+
+
 def _programs(
     module: nn.Module,
     arguments: tuple[Tensor, ...],
     dynamic_shapes: tuple[Any, ...] | None,
     names: tuple[str, str],
-    outputs: Iterable[str],
+    named: tuple[Sequence[str], Sequence[str]],
     no_onnx: str | None,
 ) -> tuple[tuple[Tensor, ...], dict[str, bytes], list[str]]:
-    """What the module makes of the arguments; its files by name, of torch.export and, unless there is a
-    reason for none, of ONNX; a line for each, how far its last output is from the module's. Raises UserError
-    over TOLERANCE.
+    """What the module makes of the arguments (`named`: inputs, outputs); its files by name, of torch.export
+    and, unless there is a reason for none, of ONNX; a line for each, how far its last output is from the
+    module's. Raises UserError over TOLERANCE.
     """
     with torch.no_grad():
         expected = module(*arguments)
     exported = torch.export.export(module, arguments, dynamic_shapes=dynamic_shapes)
     torch.export.save(exported, buffer := io.BytesIO())
     contents, lines = {names[0]: buffer.getvalue()}, []
-    inputs = INPUT if names[0] == PROGRAM else Features._fields
     runs = {names[0]: standalone.torch_program}
     if no_onnx is None:
-        contents[names[1]] = onnx_file.to_onnx(exported, [*inputs], [*outputs])
+        contents[names[1]] = onnx_file.to_onnx(exported, *named)
         if onnx_file.can_run():
             runs[names[1]] = standalone.onnx_program
         else:
             lines.append(f"{names[1]}: not run, onnxruntime is not installed")
     for name, opened in runs.items():
-        values = opened(contents[name], [*inputs])(*(argument.numpy() for argument in arguments))[-1]
-        difference = float(np.abs(values - expected[-1].numpy()).max())
+        values = opened(contents[name], named[0])(*(argument.numpy() for argument in arguments))[-1]
+        difference = difference_of(values, expected[-1].numpy())
         if not difference <= TOLERANCE:
             raise UserError(
                 f"{name}: expected outputs equal to {TOLERANCE}, found a difference of {difference:.2g}"
@@ -222,6 +262,29 @@ def _programs(
         what = "features" if name in (PROGRAM, ONNX) else "answer"
         lines.append(f"{name}: golden {what} to {difference:.1g}")
     return expected, contents, lines
+
+
+def difference_of(values: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, as a share of what is above 1; infinite where one alone is NaN."""
+    if values.shape != expected.shape or not np.array_equal(np.isnan(values), np.isnan(expected)):
+        return float("inf")
+    size = max(1.0, float(np.nanmax(np.abs(expected), initial=0)))
+    return float(np.nanmax(np.abs(values.astype(float) - expected), initial=0)) / size
+
+
+def of_answer(answer: Answer) -> np.ndarray:
+    """The numbers of a head's answer."""
+    match answer:
+        case Labels():
+            return np.array([*answer.scores.values()])
+        case Surfaces():
+            return answer.rows
+        case Slabs():
+            return answer.values
+        case Classes():
+            return answer.voxels
+        case _:
+            return answer.pooled
 
 
 def _golden(volume: Tensor, tokens_NE: Tensor, valid_N: Tensor, pooled: Tensor) -> dict[str, np.ndarray]:

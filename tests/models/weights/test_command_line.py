@@ -49,3 +49,20 @@ def test_an_error_is_one_line_and_exit_code_2(
     for damage, message in [("model.sise=s", "model.sise: unknown key"), ("model.rope=round", "model.rope")]:
         with pytest.raises(ConfigError, match=message):
             main([*command, "--out", str(tmp_path / "x.pt"), damage])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--portable", "x"], "--checkpoint: expected a checkpoint, or a head by --head, found neither"),
+        (["--head", "h", "--out", "x"], "--head: expected it with --portable and --which target"),
+        (["--head", "h", "--portable", "x", "--which", "context"], "--head: expected it with --portable"),
+    ],
+)
+def test_words_of_export_that_do_not_go_together(
+    words: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["export", *words])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

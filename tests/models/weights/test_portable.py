@@ -360,6 +360,11 @@ def with_words(**words: Any) -> Callable[[Path], Any]:
             r"format_version: expected 3, found 1; export again",
         ),
         ("program.pt2", Path.unlink, r"program\.pt2: expected a file of the export, found none"),
+        (
+            "preprocess.json",
+            with_words(head="linear"),
+            "head: expected what reads features or view, found linear",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(
@@ -406,7 +411,7 @@ def runtimes(folder: Path, portable: Portable) -> list[Portable]:
         (golden_eye()[:0], SPACING_MM, True, r"expected a volume \[D, H, W\], found \[0, 128, 96\]"),
         (golden_eye().tolist(), SPACING_MM, True, "expected an array of numpy, found list"),
         (golden_eye(), SPACING_MM, None, "first_is_superior: expected True or False, found None"),
-        (golden_eye()[:2, :2, :2] + 2, FAR, True, "no token of the grid is inside"),
+        (golden_eye()[:2, :2, :2] + 2, FAR, True, "expected a token of the grid inside, found none"),
     ],
 )
 def test_what_the_program_was_not_made_for(

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ ours = {"models", "data_setup", "finetuning", "monai", "pandas", "omegaconf"} & 
 assert not ours and utils.MINE, ours
 """
 SLOW = pytest.mark.slow
+CALIBRATED = {"temperature": 0.3, "reason": None, "loss_before": 2.0, "loss_after": 1.0}
 
 
 @pytest.fixture
@@ -108,14 +110,26 @@ def change(head: str, part: str, **values: Any) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("head", ["linear", pytest.param("trained", marks=SLOW)])
-def test_labels_are_those_of_predict(head: str, first_is_superior: bool) -> None:
-    change(head, "calibration", temperature=0.3, reason=None, loss_before=2.0, loss_after=1.0)
-    line = predicted(head)
-    for answer in alone(export(head), first_is_superior, "torch", "onnxruntime"):
+def assert_labels(answers: Sequence[dict[str, Any]], line: dict[str, Any]) -> None:
+    for answer in answers:
         assert answer["scores"] == pytest.approx(line["scores"], abs=1e-5)
         assert answer["probabilities"] == pytest.approx(line["probabilities"], abs=1e-5)
         assert answer["probabilities"] != pytest.approx(line["scores"], abs=1e-3)
+
+
+@pytest.mark.usefixtures("no_onnx")
+def test_labels_are_those_of_predict(first_is_superior: bool) -> None:
+    change("linear", "calibration", **CALIBRATED)
+    line = predicted("linear")
+    assert_labels([here(export("linear"), first_is_superior)._asdict()], line)
+
+
+@pytest.mark.slow
+def test_labels_are_those_of_predict_elsewhere_and_by_onnxruntime(first_is_superior: bool) -> None:
+    """Of an encoder that was trained with its head."""
+    change("trained", "calibration", **CALIBRATED)
+    line = predicted("trained")
+    assert_labels(alone(export("trained"), first_is_superior, "torch", "onnxruntime"), line)
 
 
 @pytest.mark.usefixtures("no_onnx")

@@ -38,6 +38,7 @@ NEIGHBOURS = 5  # B-scans over which the slope of the anatomy is a line
 MAP = 32  # the side of the coarse picture by which B-scans are compared
 FEWEST_COMPARED = 8  # B-scans
 ALIKE, NEARER = 0.9, 0.1  # correlations: neighbours of one scan, and by how much distant ones are below
+FEWEST_SORTED, FEWEST_CUTS, CUT_SHARE = 18, 3, 0.1  # B-scans; places between two that have nothing in common
 LEAST_NOISE = 0.5  # grey values: rounding alone makes 0.3
 # column -> (value that is worth 0, value that is worth 1)
 LIMITS = {
@@ -116,8 +117,9 @@ class Meter:
         return {"quality": round(overall(values), 4), **values}
 
     def strangers(self) -> tuple[float, float] | None:
-        """Mean correlations of neighbours and of distant frames where the first are no better: pictures of
-        different scans, or B-scans in no order; None else, and for few frames.
+        """Mean correlations of neighbours and of distant frames where the first are no better, everywhere or
+        at one place in ten: pictures of different scans, sorted by scan or not, or B-scans in no order. None
+        else, and for few frames.
         """
         count = len(self._maps)
         if count < FEWEST_COMPARED:
@@ -125,7 +127,13 @@ class Meter:
         products = np.array(self._maps) @ np.array(self._maps).T
         near = float(np.diag(products, 1).mean())
         far = float(np.concatenate([np.diag(products, k) for k in range(count // 3, count)]).mean())
-        return (near, far) if near < ALIKE and near - far < NEARER else None
+        if near < ALIKE and near - far < NEARER:
+            return near, far
+        # two frames before a place with two after it: a jump of the eye parts neighbours too, but comes back
+        across = np.array([products[n - 1 : n + 1, n + 1 : n + 3].mean() for n in range(1, count - 2)])
+        cuts = across[across < min(ALIKE, far + NEARER / 4)]
+        is_sorted = count >= FEWEST_SORTED and len(cuts) >= max(FEWEST_CUTS, CUT_SHARE * count)
+        return (float(cuts.mean()), far) if is_sorted else None
 
     def _motion_um(self, missing: np.ndarray, spacing_mm: tuple[float, float, float]) -> float:
         """Mean distance between the shift of a B-scan and the median shift of its neighbours."""

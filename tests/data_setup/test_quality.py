@@ -164,12 +164,18 @@ def test_prepare_measures_what_it_reads(tmp_path: Path, eyes: list[tuple[np.ndar
 
 
 def test_pictures_of_strangers_are_no_volume(tmp_path: Path, eyes: list[tuple[np.ndarray, Spacing]]) -> None:
-    """A scan in order is kept as images too; each of its B-scans shifted for itself is as other people's."""
+    """A scan in order is kept as images too; each of its B-scans, or each three of them in a row, shifted for
+    itself is as other people's.
+    """
     cfg = config(tmp_path, tmp_path / "run")
     for number, (volume, spacing) in enumerate(eyes):
         places = (np.arange(len(volume)) * 0.618 % 1 - 0.5) * 0.6 * volume.shape[1]  # neighbours far apart
-        others = np.stack([np.roll(frame, round(by), 0) for frame, by in zip(volume, places, strict=True)])
-        for name, voxels in (("eye", volume), ("others", others)):
+        in_threes = np.repeat(places, 3)[: len(volume)]
+        others, in_order = (
+            np.stack([np.roll(frame, round(by), 0) for frame, by in zip(volume, by_frame, strict=True)])
+            for by_frame in (places, in_threes)
+        )
+        for name, voxels in (("eye", volume), ("others", others), ("sorted", in_order)):
             folder = write_folder(tmp_path / f"{number}" / name, voxels, spacing_mm=list(spacing))
             record = unknown_record(str(folder), f"{number}/{name}")
             if name == "eye":

@@ -22,10 +22,8 @@ from utils.config.schema import StorageOptions
 from utils.storage.ranges import RangeFile
 
 _TAGS = ["AcquisitionDateTime", "AcquisitionDate", "ContentDate", "StudyDate"]
-_XML = re.compile(
-    rb"<StudyDate>.*?<Year>\s*(\d+)\s*</Year>.*?<Month>\s*(\d+)\s*</Month>.*?<Day>\s*(\d+)\s*</Day>",
-    re.DOTALL,
-)
+_DAY = rb"\s*<Year>\s*(\d+)\s*</Year>\s*<Month>\s*(\d+)\s*</Month>\s*<Day>\s*(\d+)\s*</Day>"
+_XML = re.compile(rb"<StudyDate>\s*<Date>" + _DAY)
 _VOL_VISIT, _EPOCH, _YEARS = 200, date(1899, 12, 30), (1980, 2100)
 
 
@@ -40,7 +38,8 @@ def visit_date_of(url: str, options: StorageOptions) -> str:
             (days,) = struct.unpack("<d", storage.read_range(url, _VOL_VISIT, _VOL_VISIT + 8, options))
             day = _EPOCH + timedelta(days=int(days)) if 0 < days < 1e5 else None
             return _written(day.year, day.month, day.day) if day else ""
-        return _of_dicom(url, options) if kind in (None, "DICOM") else ""
+        is_file = kind == "DICOM" or (kind is None and not storage.list_names(url, options))
+        return _of_dicom(url, options) if is_file else ""
     except (OCTReadError, storage.StorageError, struct.error):
         return ""
 

@@ -3,7 +3,7 @@
 In: lines of a head of surfaces, and the scans whose manifest names drawn surfaces (label_surfaces). Out:
 agreement.csv (a line for each scan, layer and sector with both), agreement.md (for each layer and sector the
 bias with limits of agreement, Bland and Altman 1986, the mean absolute difference and ICC(2,1) of eyes) and
-agreement.png (Bland and Altman's plot of the thickest map). Both are measured by the same rules, each around
+agreement.png (Bland and Altman's plot of the retina). Both are measured by the same rules, each around
 its own fovea; several scans of an eye are averaged. Fellow eyes are not independent: the limits and the
 correlation take eyes as if they were.
 """
@@ -97,7 +97,7 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
         {(row["layer"], row["sector"]): row["um"] for row in rows_of(line | part) if row.get("layer")}
         for part in ({}, given)
     ]
-    facts = {"person": scan.person, "eye": fields["laterality"], "scan": record.path}
+    facts = {"person": scan.person or record.path, "eye": fields["laterality"], "scan": record.path}
     return [
         facts
         | {"layer": layer, "sector": sector, "predicted_um": um, "given_um": number_of[1][layer, sector]}

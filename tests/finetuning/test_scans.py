@@ -148,7 +148,7 @@ SURFACES = ("ILM", "IPL", "BM")
         ({"protocol": "ppol_hr"}, 5, "raster"),
         ({}, 100, "pit"),
         ({"region": "Wide Field", "flipped_d": True}, 100, "pit"),
-        ({"protocol": "raster_25x512"}, 5, "a pit of 20 um in its middle, found raster_25x512 and 5 um"),
+        ({"protocol": "raster_25x512"}, 5, "a pit of 20 um in its middle, found raster_25x512 and 4 um"),
         ({"region": "Optic Disc"}, 100, "expected a raster of the macula, found Optic Disc"),
         ({"protocol": "onh_cube"}, 100, "expected a raster of the macula, found onh_cube"),
         ({"laterality": "unknown"}, 100, "expected the side of the eye"),

@@ -110,7 +110,7 @@ def locate(
     if (depth := _pit_um(thickness_um[RETINA], spacing_mm, fovea)) < LEAST_PIT_UM:
         raise ValueError(
             f"expected a raster of the macula by its name, or a pit of {LEAST_PIT_UM:g} um in its middle, "
-            f"found {_words(record)} and {depth:.0f} um"
+            f"found {_words(record)} and {max(depth, 0):.0f} um"
         )
     return fovea, PIT
 

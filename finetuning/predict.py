@@ -19,8 +19,8 @@ several volumes are not averaged. The map is that of one forward pass (contribut
 with --occlusion what the output loses when a block is hidden.
 
 study.csv is one table of all scans: person, eye, and of surfaces um by layer and ETDRS sector, of classes nl
-and lesions, of labels scores. Where the manifest names drawn surfaces (label_surfaces), agreement.md,
-agreement.csv and agreement.png say how well the thickness agrees with theirs.
+and lesions, of labels scores. Where the manifest names drawn surfaces (label_surfaces), or a maker's file
+holds them, agreement.md, agreement.csv and agreement.png say how well the thickness agrees with theirs.
 
 With --format a file at the scan's path, in its own geometry: nifti (.nii.gz; what a head of classes writes
 without a format), npz, png (a folder, an image a B-scan, grey value = class) or seg (DICOM Segmentation; of

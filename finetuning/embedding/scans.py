@@ -99,12 +99,10 @@ def find_scans(places: Places, options: StorageOptions, workers: int | None, out
 
 def _without(sizes: Mapping[str, int], place: str, out: str) -> dict[str, int]:
     """Files of a place that do not lie in the folder `out`."""
-    own = storage.absolute(out) + "/" if out else ""
-    return {
-        path: n
-        for path, n in sizes.items()
-        if not own or not f"{storage.absolute(place)}/{path}".startswith(own)
-    }
+    own, above = f"{storage.absolute(out)}/", f"{storage.absolute(place).rstrip('/')}/"
+    if not out or not own.startswith(above) or own == above:
+        return dict(sizes)
+    return {path: n for path, n in sizes.items() if not path.startswith(own.removeprefix(above))}
 
 
 def _of_file(place: str, options: StorageOptions) -> list[Scan]:

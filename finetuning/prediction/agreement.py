@@ -1,11 +1,11 @@
 """How well predicted thickness agrees with that of surfaces which somebody drew on the same scans.
 
-In: lines of a head of surfaces, and the scans whose manifest names drawn surfaces (label_surfaces). Out:
-agreement.csv (a line for each scan, layer and sector with both), agreement.md (for each layer and sector the
-bias with limits of agreement, Bland and Altman 1986, the mean absolute difference and ICC(2,1) of eyes) and
-agreement.png (Bland and Altman's plot of the retina). Both are measured by the same rules, each around
-its own fovea; several scans of an eye are averaged. Fellow eyes are not independent: the limits and the
-correlation take eyes as if they were.
+In: lines of a head of surfaces, and scans with drawn surfaces: those that the manifest names
+(label_surfaces), else those in a maker's own file (.vol, .E2E, .fda). Out: agreement.csv (a line for each
+scan, layer and sector with both), agreement.md (for each layer and sector the bias with limits of agreement,
+Bland and Altman 1986, the mean absolute difference and ICC(2,1) of eyes) and agreement.png (Bland and
+Altman's plot of the retina). Both are measured by the same rules, each around its own fovea; several scans of
+an eye are averaged. Fellow eyes are not independent: limits and correlation take eyes as if they were.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from data_setup.index.layers import layers_in
 from data_setup.jobs import acquisition
+from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.labels import read_label_surfaces
 from data_setup.readers.makers import kinds
-from data_setup.readers.open_record import peek_record
+from data_setup.readers.open_record import kind_by_name, peek_record
 from data_setup.store.format import KEPT
 from finetuning.dense.layers.volumes import RETINA
 from finetuning.embedding.scans import Scan
@@ -47,8 +49,9 @@ def write_agreement(
     folder: str, lines: Sequence[Line], scans: Mapping[str, Scan], foveas: Foveas, options: StorageOptions
 ) -> None:
     """Write the three files where a scan has drawn surfaces, else nothing; raises StorageError."""
-    drawn = [line for line in lines if line["path"] in scans and scans[line["path"]].surfaces]
-    rows = [row for line in drawn for row in _pairs(line, scans[line["path"]], foveas, options)]
+    asked = [(line, scans[line["path"]]) for line in lines if line["path"] in scans]
+    drawn = [(line, scan) for line, scan in asked if scan.surfaces or _kind(scan) in kinds.LAYERED]
+    rows = [row for line, scan in drawn for row in _pairs(line, scan, foveas, options)]
     if not rows:
         return
     table = pd.DataFrame(rows, columns=COLUMNS)
@@ -85,10 +88,13 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
     record = scan.record
     try:
         header = peek_record(record, _size(record.url, options), options)
-        values, own = read_label_surfaces(scan.surfaces, header.shape, options, header.sop_instance_uid)
+        given_surfaces = _given(scan, header, options)
     except (OCTReadError, storage.StorageError) as error:
-        say(f"{shown(scan.surfaces)}: given surfaces are not used: {error}")
+        say(f"{shown(scan.surfaces or record.url)}: given surfaces are not used: {error}")
         return []
+    if given_surfaces is None:
+        return []
+    values, own = given_surfaces
     nothing = np.full(values.shape[1:], np.nan, np.float32)
     rows = [values[own.index(name)] if name in own else nothing for name in line["surfaces"]]
     fields = acquisition(header) | scan.facts(header) | {"path": record.path}
@@ -104,6 +110,20 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
         for (layer, sector), um in number_of[0].items()
         if um is not None and number_of[1].get((layer, sector)) is not None
     ]
+
+
+def _kind(scan: Scan) -> str | None:
+    return kind_by_name(scan.record.url)
+
+
+def _given(
+    scan: Scan, header: OCTHeader, options: StorageOptions
+) -> tuple[np.ndarray, tuple[str, ...]] | None:
+    """(rows [S, D, W], names) of label_surfaces, else of the maker's file itself; None without any."""
+    if scan.surfaces:
+        return read_label_surfaces(scan.surfaces, header.shape, options, header.sop_instance_uid)
+    layers = layers_in(scan.record.url, _kind(scan) or "", header.spacing_mm, options)
+    return None if layers is None else (layers.heights, layers.names)
 
 
 def _size(url: str, options: StorageOptions) -> int:

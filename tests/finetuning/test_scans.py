@@ -45,7 +45,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiff(root / "P02" / "OD.tif", voxels)
     np.save(root / "P02" / "OS.npy", voxels)
     write_yaml(root / "P02" / "OS.yaml", axes=["D", "H", "W"])
-    write_opt(root / "P03", voxels, name="scan.dcm")
+    write_opt(root / "P03", voxels, name="scan.dcm", spacing=(0.4, 0.011, 0.12))
     write_nifti(root / "labels" / "P01" / "OS.nii.gz", voxels // 64, SPACING)
     (root / "notes.txt").write_text("nothing")
     return root

@@ -108,8 +108,7 @@ def _without(sizes: Mapping[str, int], place: str, out: str) -> dict[str, int]:
 def _of_file(place: str, options: StorageOptions) -> list[Scan]:
     """A file by its name, and the volumes of an E2E file."""
     named = Scan(unknown_record(place), posixpath.basename(place))
-    is_odd = any("\ud800" <= letter <= "\udfff" for letter in place)
-    if is_special(place) or is_odd or kinds.split_part(place)[1] is not None:
+    if is_special(place) or _is_odd(place) or kinds.split_part(place)[1] is not None:
         return [named]
     try:
         size = storage.stat(place, options).size
@@ -126,8 +125,7 @@ def _below(
 ) -> list[Scan]:
     """The scans of a folder."""
     listed, known = _listed(place, sizes, options)
-    is_odd = {path: any("\ud800" <= letter <= "\udfff" for letter in path) for path in sizes}
-    odd = [p for p, odd in is_odd.items() if odd and _is_dicom(storage.join(place, p), options)]
+    odd = [path for path in sizes if _is_odd(path) and _is_dicom(storage.join(place, path), options)]
     entries, others = read_tree(place, sizes, Rules(), options, workers, known)
     entries = [entry for entry in entries if entry.status != NAME]
     if only_dicom:
@@ -138,7 +136,7 @@ def _below(
         if maps := [entry.path for entry in entries if entry.status == LABEL_MAP]:
             say(f"{len(maps)} label maps are no scans and are left out: {shown(', '.join(maps[:3]))}")
             entries = [entry for entry in entries if entry.status != LABEL_MAP]
-        if others["images beside the folders"] and not any(scan.name == "" for scan in listed):
+        if others["images beside the folders"]:
             entries += _itself(place, sizes, options)
     scans = [*listed, *(_of_entry(e, storage.join(place, e.path), e.path) for e in entries)]
     return [*scans, *(Scan(unknown_record(storage.join(place, path)), path) for path in odd)]
@@ -238,6 +236,11 @@ def require_file(url: str) -> None:
     """Raise OCTReadError for what `is_special`."""
     if is_special(url):
         raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, "a file or a folder", "a pipe or a device")
+
+
+def _is_odd(path: str) -> bool:
+    """Whether bytes of it are no text, so that no table can hold it."""
+    return any("\ud800" <= letter <= "\udfff" for letter in path)
 
 
 def _is_dicom(url: str, options: StorageOptions) -> bool:

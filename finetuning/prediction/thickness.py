@@ -99,7 +99,8 @@ def measured(
         (down, across), source = locate(maps, fields, spacing, given)
         tables = etdrs_tables(maps, fields, spacing, (down, across))
     except ValueError as error:
-        return line | {"etdrs_message": str(error)}
+        is_lost = given is None and ("raster" in str(error) or "fovea" in str(error))
+        return line | {"etdrs_message": f"{error}; --fovea says where it is" if is_lost else str(error)}
     place = [round(last - down if fields["flipped_d"] else down, 2), round(across, 2)]
     sectors = {
         layer: {name: None if np.isnan(cell.um) else round(cell.um, 2) for name, cell in table.items()}

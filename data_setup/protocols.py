@@ -75,9 +75,10 @@ PROTOCOLS: tuple[Protocol, ...] = (
 )
 # fmt: on
 
-# mm between the lines of Heidelberg's commonest clinical raster, which is none of AI-READI's: 25 lines over
-# 20 x 20 degrees, and 19 over 20 x 15; .24 to .25 by the length of the eye
-RASTER_STEP_MM = 0.25
+# (least, most) mm of D, H, W in common rasters that are none of AI-READI's. Heidelberg's commonest: 25 lines
+# over 20 x 20 degrees and 19 over 20 x 15, .24 to .25 apart by the length of the eye, and 1,536 A-scans over
+# 30 degrees; 320 x 320 A-scans over 3 x 3 mm for angiography
+OTHER_RASTERS_MM = ((3 / 320, 0.25), (0.0019, 0.0039), (0.0055, 0.03))
 
 BY_NAME: dict[str, Protocol] = {name: p for p in PROTOCOLS for name in (p.name_v2, p.name) if name}
 

@@ -1,16 +1,17 @@
-"""Features of every volume of a store, or of DICOM files.
+"""Features of every volume of a store, or of files.
 
     python -m finetuning.embed --checkpoint runs/smoke_test --store runs/phantom_store --out features
-    python -m finetuning.embed --checkpoint runs/smoke_test --out features --dicom scans/
+    python -m finetuning.embed --checkpoint runs/smoke_test --out features --files scans/
 
-In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or DICOM
-files and folders, which are read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
+In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or files
+and folders of any kind, found as data_setup.index finds them (--dicom: of a folder the DICOM files alone) and
+read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
 row per volume: the columns of the store's index, mean and standard deviation of the features over valid
 tokens, and whether pre-training saw the participant; with --patches the features of every patch, float16, in
 patches.zarr. The same command after a kill goes on where it was. torchrun shares the volumes out.
 
 A volume that cannot be used is a row with its reason and without features, and the exit code is 1.
-Overrides (data.*, train.use_bf16) change the checkpoint's configuration; they stand before --dicom.
+Overrides (data.*, train.use_bf16) change the checkpoint's configuration; they stand before --files.
 
 Keys that matter: data.gcs_root, data.workers, train.use_bf16, train.per_core_batch_size
 """
@@ -30,7 +31,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_FILE")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--store", metavar="STORE", help="a prepared store")
-    source.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files")
+    source.add_argument("--files", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="scans of any kind")
+    source.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files alone")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
     parser.add_argument("--patches", action="store_true", help="write the features of every patch too")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -42,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     # here: torch takes seconds to import, and a reader process imports this module without it
     from finetuning.embedding.run import embed
+    from finetuning.embedding.scans import Places
 
-    return embed(args.checkpoint, args.store, args.dicom, args.out, args.patches, args.overrides)
+    places = Places(args.dicom, args.files)
+    return embed(args.checkpoint, args.store, places, args.out, args.patches, args.overrides)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ the frames, side by side), or surfaces, float32 [S, D, W] in rows of the scan (0
 NaN: none); what its header says. Out, as `prepare --labels` reads them:
   NIfTI    of the scan's own array order and affine where it is NIfTI, else [W, H, D] with W to the patient's
            left, H to posterior, and D as the frames run
+  npz      `labels`, or `surfaces` with `names`
   PNG      one a B-scan, whose grey values are the classes
   DICOM Height Map Segmentation (Supplement 240, SOP class 1.2.840.10008.5.1.4.1.1.66.8): FloatPixelData, a
            frame a surface, from the vitreous down, whose shared functional group refers to the scan
@@ -81,6 +82,12 @@ def write_nifti(
         image = nib.Nifti1Image(labels_DHW.transpose(2, 1, 0), along)
         image.header.set_xyzt_units("mm")
     storage.write_bytes(url, gzip.compress(image.to_bytes(), mtime=0), options)
+
+
+def write_npz(arrays: Mapping[str, np.ndarray], url: str, options: StorageOptions) -> None:
+    """Write an .npz at `url`: `labels` [D, H, W], or `surfaces` [S, D, W] and `names`."""
+    np.savez_compressed(buffer := io.BytesIO(), allow_pickle=False, **arrays)
+    storage.write_bytes(url, buffer.getvalue(), options)
 
 
 def write_png(labels_DHW: np.ndarray, url: str, options: StorageOptions) -> None:

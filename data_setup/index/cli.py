@@ -26,7 +26,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         entries = entries_of(plug, tree, out)
     else:
         rules = Rules(compile_pattern(args.person) if args.person else None, args.keep_ids)
-        entries, others = _entries(tree, rules, args.workers)
+        entries, others = read_tree(tree.root, tree.sizes, rules, options, args.workers)
     if not any(entry.is_row for entry in entries):
         reasons = [f"{entry.path}: {entry.status}: {entry.message}" for entry in entries[:3]]
         seen = "; ".join(reasons) or f"{len(tree.sizes)} files of other kinds"
@@ -176,16 +176,26 @@ def _check_tops(tree: Tree, scans: Sequence[str] = ()) -> None:
         )
 
 
-def _entries(tree: Tree, rules: Rules, workers: int) -> tuple[list[Entry], Counter[str]]:
-    """(what may be a volume, number of the other files by kind) of any tree."""
-    candidates, others = find_candidates(tree.root, tree.sizes, tree.options)
-    unnamed = [path for path in tree.sizes if any("\ud800" <= letter <= "\udfff" for letter in path)]
+def read_tree(
+    root: str,
+    sizes: Mapping[str, int],
+    rules: Rules,
+    options: StorageOptions,
+    workers: int,
+    known: Collection[str] = (),
+) -> tuple[list[Entry], Counter[str]]:
+    """(what may be a volume, number of the other files by kind) of the files below a root, of any tree;
+    `known`: paths that are not looked at again.
+    """
+    candidates, others = find_candidates(root, sizes, options)
+    unnamed = [path for path in sizes if any("\ud800" <= letter <= "\udfff" for letter in path)]
     people = people_of_paths([(one.path, one.kind in HEADED) for one in candidates])
     candidates = [
         replace(one, person=person, place=place)
         for one, (person, place) in zip(candidates, people, strict=True)
+        if one.path not in known
     ]
-    reader = partial(look, root=tree.root, rules=rules, options=tree.options)
+    reader = partial(look, root=root, rules=rules, options=options)
     encoding = sys.getfilesystemencoding()
     text = f"expected a name in {encoding}, found other bytes; rename it"
     text += "" if encoding == "utf-8" else ", or set PYTHONUTF8=1 where names are UTF-8"

@@ -34,14 +34,10 @@ def with_layers(root: str, out: str, entries: Sequence[Entry], options: StorageO
 
 
 def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> Entry:
-    if entry.kind not in kinds.LAYERED or not entry.is_row:
+    if not entry.is_row:
         return entry
-    url = join(root, entry.path)
     try:
-        with open_file(kinds.split_part(url)[0], options) as file:
-            drawn = kinds.surfaces(entry.kind, file, url)
-            if drawn is not None and entry.kind == kinds.FDA:
-                drawn = _directed(drawn, file, url, entry)
+        drawn = layers_in(join(root, entry.path), entry.kind, entry.spacing_mm, options)
     except OCTReadError as error:  # of the layers alone: the volume is read without them
         return replace(entry, without_labels=f"{error.reason}: {error.detail}")
     if drawn is None:
@@ -51,12 +47,29 @@ def _with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> 
     return replace(entry, label_surfaces=f"./{path}")  # ./ is the manifest's folder
 
 
-def _directed(drawn: Surfaces, file: IO[bytes], url: str, entry: Entry) -> Surfaces:
+def layers_in(
+    url: str, kind: str, spacing_mm: tuple[float, float, float] | None, options: StorageOptions
+) -> Surfaces | None:
+    """The layers in a file of a kind, in the order of its frames; None without any. Raises OCTReadError,
+    StorageError.
+    """
+    if kind not in kinds.LAYERED:
+        return None
+    with open_file(kinds.split_part(url)[0], options) as file:
+        drawn = kinds.surfaces(kind, file, url)
+        if drawn is not None and kind == kinds.FDA:
+            return _directed(drawn, file, url, spacing_mm)
+        return drawn
+
+
+def _directed(
+    drawn: Surfaces, file: IO[bytes], url: str, spacing_mm: tuple[float, float, float] | None
+) -> Surfaces:
     """The same with its lines as the B-scans run; raises OCTReadError no_edge where these do not tell."""
     first = drawn.heights[0]
     chosen = np.unique(np.linspace(0, len(first) - 1, _LOOKED_AT).astype(int))
     frames = np.stack(list(topcon.stored_frames(file, url, set(chosen.tolist()))))
-    spacing = entry.spacing_mm[1] if entry.spacing_mm else np.inf  # of what a YAML still has to say: 1 row
+    spacing = spacing_mm[1] if spacing_mm else np.inf  # of what a YAML still has to say: 1 row
     steps = [edge_step(frames, rows[chosen], spacing) for rows in (first, first[::-1])]
     if max(steps) < LEAST_STEP or max(steps) < CLEARER_STEP * min(steps):
         expected = f"B-scans that get brighter below {drawn.names[0]} one way alone"

@@ -30,8 +30,9 @@ from finetuning.cohort.source import (
     require_pretraining,
 )
 from finetuning.embedding.folder import Embedded, Folder
+from finetuning.embedding.scans import Places, find_scans
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected, tokens_of
-from finetuning.embedding.volumes import DicomVolumes, Reject, StoreVolumes, Volume, Volumes, find_dicoms
+from finetuning.embedding.volumes import FileVolumes, Reject, StoreVolumes, Volume, Volumes
 from finetuning.features.kept import weights_digest
 from finetuning.features.pooled import pretrained_encoder
 from models.probes.features import pool_tokens
@@ -57,7 +58,7 @@ log = logging.getLogger(__name__)
 def embed(
     checkpoint: str,
     store: str | None,
-    dicoms: Sequence[str],
+    places: Places,
     out: str,
     patches: bool,
     overrides: Sequence[str],
@@ -69,7 +70,7 @@ def embed(
     state = load_checkpoint(url, options)
     require_pretraining(state, url)
     cfg = _config(state, url, store, overrides)
-    volumes = _volumes(cfg, state, url, store, dicoms)
+    volumes = _volumes(cfg, state, url, store, places, out)
     in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1
     runtime = open_runtime(cfg.train.use_bf16, END_PATIENCE_S if in_group else None)
     encoder = pretrained_encoder(cfg, state, url)
@@ -129,7 +130,7 @@ def _config(state: dict[str, Any], url: str, store: str | None, overrides: Seque
 
 
 def _volumes(
-    cfg: Config, state: dict[str, Any], url: str, store: str | None, dicoms: Sequence[str]
+    cfg: Config, state: dict[str, Any], url: str, store: str | None, places: Places, out: str
 ) -> Volumes:
     """What is to be embedded; raises UserError where it does not fit the checkpoint."""
     options = cfg.data.storage_options
@@ -144,7 +145,7 @@ def _volumes(
             f"{url}: normalisation: expected {NORMALISATION}, which files are given, "
             f"found {state['normalisation']}"
         )
-    return DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options)
+    return FileVolumes(find_scans(places, options, cfg.data.workers, out), cfg.spatial, options)
 
 
 def embed_rows(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_setup.protocols import PROTOCOLS, RASTER_STEP_MM
+from data_setup.protocols import OTHER_RASTERS_MM, PROTOCOLS
 from data_setup.store.summary import LOW_VALID_FRACTION
 from finetuning.features.familiarity import FAR_PERCENTILE
 
@@ -103,7 +103,7 @@ def _spacing(fields: Mapping[str, Any]) -> list[str]:
     texts = []
     for place, (axis, what) in enumerate(AXES.items()):
         known = [protocol.spacing_mm[place] for protocol in PROTOCOLS if protocol.is_volume]
-        known += [RASTER_STEP_MM] if axis == "d" else []
+        known += OTHER_RASTERS_MM[place]
         low, high = min(known) / SPACING_MARGIN, max(known) * SPACING_MARGIN
         value = float(fields[f"spacing_before_{axis}"])
         if not low <= value <= high:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from data_setup.normalisation import plain_view
 from data_setup.store.format import geometry_of
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
-from finetuning.dense.layers.etdrs import etdrs_tables
 from finetuning.dense.layers.volumes import OUTER, RETINA
 from finetuning.dense.translation.kind import draw_slabs
 from finetuning.dense.whole import decode
@@ -37,6 +35,7 @@ from finetuning.prediction.labels import (
     spacing_of,
 )
 from finetuning.prediction.picture import NOTICE, WRAP, Page, draw
+from finetuning.prediction.thickness import Foveas, mean_or_none, measured
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
@@ -120,23 +119,15 @@ class SurfacePredictor(DensePredictor):
 
     folder = "surfaces"
 
+    def __init__(self, head: DenseHead, cfg: Config, runtime: Runtime, foveas: Foveas) -> None:
+        super().__init__(head, cfg, runtime)
+        self.foveas = foveas
+
     def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         names, fields = self.head.names, volume.fields
         rows = lay_on_scan(predicted_SDW, fields, geometry_of(self.cfg.spatial))
         um = (rows + 0.5) * float(fields["spacing_before_h"]) * 1000
-        thickness = {
-            f"{upper} to {lower}": um[below] - um[above]
-            for (above, upper), (below, lower) in pairwise(enumerate(names))
-        }
-        outer = next((name for name in OUTER if name in names), None)
-        if "ILM" in names and outer is not None:
-            thickness[RETINA] = um[names.index(outer)] - um[names.index("ILM")]
-        sectors, reason = sectors_of(thickness, fields)
-        line |= {
-            "thickness_um": {name: mean_or_none(values) for name, values in thickness.items()},
-            "etdrs_um": sectors,
-            "etdrs_message": reason,
-        }
+        line |= measured(rows, names, fields, self.foveas)
         arrays = {"rows": rows, "um": um.astype(np.float32), "names": np.array(names)}
         return FileAnswer(line, draw(self._page(volume, line, predicted_SDW)), arrays)
 
@@ -168,29 +159,3 @@ class SurfacePredictor(DensePredictor):
             thickness_um=(heights[names.index(outer)] - heights[first]) * spacing[1] * 1000,
             has_answer=not is_far(line["feature_distance_percentile"]),
         )
-
-
-def mean_or_none(values: np.ndarray) -> float | None:
-    """Mean of what is known, None where nothing is."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else None
-
-
-def sectors_of(
-    thickness_um: dict[str, np.ndarray], fields: dict[str, Any]
-) -> tuple[dict[str, dict[str, float | None]] | None, str | None]:
-    """(layer -> ETDRS sector -> um, None where too little of it was scanned; why there is no table).
-
-    Thickness [B-scans, A-scans] is in the order of the file.
-    """
-    spacing = float(fields["spacing_before_d"]), float(fields["spacing_before_w"])
-    down = {name: v[::-1] if fields["flipped_d"] else v for name, v in thickness_um.items()}
-    try:
-        tables = etdrs_tables(down, fields, spacing)
-    except ValueError as error:
-        return None, str(error)
-    result = {
-        name: {sector: None if np.isnan(cell.um) else round(cell.um, 2) for sector, cell in table.items()}
-        for name, table in tables.items()
-    }
-    return result, None

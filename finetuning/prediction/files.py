@@ -1,39 +1,51 @@
 """Predictions of whole scans as files in their own geometry: classes of voxels, or surfaces.
 
-In: a head of layers or segmentation, scans. Out: below DIR at the scan's path nifti (.nii.gz), png (a folder,
-an image a B-scan), seg (DICOM Segmentation) or heightmap (DICOM Height Map Segmentation), segments.jsonl with
-voxels and mm3 of each class, and label_classes.yaml.
+In: a head of layers or segmentation, scans. Out: below DIR at the scan's path nifti (.nii.gz), npz, png (a
+folder, an image a B-scan), seg (DICOM Segmentation) or heightmap (DICOM Height Map Segmentation),
+segments.jsonl with what was measured, and label_classes.yaml. A format of classes holds of a head of surfaces
+the layers between them; heightmap holds surfaces alone.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import yaml
+from scipy.ndimage import label
 
-from data_setup.export.predictions import load_highdicom, write_height_map, write_nifti, write_png, write_seg
-from data_setup.manifest import Record, read_records
+from data_setup.attach.labels import SURFACES
+from data_setup.export.predictions import (
+    load_highdicom,
+    write_height_map,
+    write_nifti,
+    write_npz,
+    write_png,
+    write_seg,
+)
+from data_setup.manifest import read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
+from data_setup.tables.text import read_table
 from finetuning.dense.head import DenseHead
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
+from finetuning.embedding.scans import Scan, of_row, require_file, version_of
 from finetuning.embedding.stream import Fault, rejected
-from finetuning.embedding.volumes import require_file, version_of
 from finetuning.features.digests import values_digest
 from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.lines import Line
+from finetuning.prediction.thickness import NOT_GIVEN, Foveas, measured
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
-HEIGHTMAP = "heightmap"
-ENDINGS = {"nifti": ".nii.gz", "png": "", "seg": ".dcm", HEIGHTMAP: ".dcm"}
+LAYERS, HEIGHTMAP, NPZ = "layers", "heightmap", "npz"
+ENDINGS = {"nifti": ".nii.gz", NPZ: ".npz", "png": "", "seg": ".dcm", HEIGHTMAP: ".dcm"}
 OF_A_SCAN = ("seg", HEIGHTMAP)  # DICOM that refers to a scan, and may name its patient
 ANONYMOUS = (
     "the files name nobody: no patient, dates or accession number; study and series have other UIDs than the "
@@ -44,6 +56,7 @@ NAMED = (
     "referring physician"
 )
 LONGEST = 200  # bytes of a name
+TOUCHING = np.ones((3, 3, 3))  # voxels of one lesion: by a face, an edge or a corner
 DIGITS = 12  # of a checksum that a file's SoftwareVersions names
 
 
@@ -56,21 +69,28 @@ class Files:
         self,
         head: DenseHead,
         cfg: Config,
-        records: Sequence[Record],
+        scans: Sequence[Scan],
         form: str,
         out: str,
         runtime: Runtime,
         anonymous: bool = True,
+        foveas: Foveas = NOT_GIVEN,
     ) -> None:
-        """Writes label_classes.yaml of a head of classes. Raises UserError for two scans of one name."""
+        """Writes label_classes.yaml of a format of classes. Raises UserError for two scans of one name."""
         self.head, self.cfg, self.form, self.out, self.runtime = head, cfg, form, out, runtime
-        self.options, self.anonymous = cfg.data.storage_options, anonymous
+        self.options, self.anonymous, self.foveas = cfg.data.storage_options, anonymous, foveas
+        self.of_layers = form == HEIGHTMAP or head.state.get("kind") == LAYERS
         if form == "seg":
             load_highdicom()
-        _require_names(records)
-        self.records = {record.path: record for record in records}
-        if form != HEIGHTMAP:
-            named = {value: name for name, value in head.state["classes"].items()}
+        _require_names(scans)
+        self.scans = {scan.record.path: scan for scan in scans}
+        self.classes: dict[str, int] = (
+            {name: value for value, name in enumerate(layers_between(head.names), 1)}
+            if self.of_layers
+            else head.state["classes"]
+        )
+        if form != HEIGHTMAP and not (self.of_layers and form == NPZ):  # these hold surfaces
+            named = {value: name for name, value in self.classes.items()}
             storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named), self.options)
 
     @property
@@ -86,7 +106,7 @@ class Files:
     @property
     def versions(self) -> dict[str, str]:
         """Path of a scan -> a digest that changes with its file."""
-        return {path: version_of(record.url, self.options) for path, record in self.records.items()}
+        return {path: version_of(scan.record, self.options) for path, scan in self.scans.items()}
 
     def has_files(self, line: Line) -> bool:
         """Whether what an earlier line names is there."""
@@ -94,15 +114,16 @@ class Files:
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
         """Those of some scans, in their order."""
-        return (self.line(self.records[path]) for path in paths)
+        return (self.line(self.scans[path]) for path in paths)
 
-    def line(self, record: Record) -> Line:
+    def line(self, asked: Scan) -> Line:
         """The line of one scan, whose file is written first."""
-        line: Line = {"path": record.path, "status": KEPT, "message": None}
+        record = asked.record
+        line: Line = {"path": record.path, "person": asked.person or None, "status": KEPT, "message": None}
         with Fault() as fault:
             try:
                 require_file(record.url)
-                scan = read_whole(record, self.cfg, self.options, "dw" if self.form == HEIGHTMAP else "dhw")
+                scan = read_whole(record, self.cfg, self.options, "dw" if self.of_layers else "dhw")
             except storage.StorageNotFoundError as error:
                 return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
             except storage.StorageAwayError:
@@ -112,40 +133,73 @@ class Files:
             except OCTReadError as error:
                 return line | {"status": error.reason.value, "message": error.detail}
             try:
-                return line | self._drawn(record, scan) | {"warnings": cautions_of(scan.fields, None)}
+                facts = asked.facts(scan.header)
+                line |= {name: facts[name] for name in ("laterality", "device", "protocol")}
+                return line | self._drawn(asked, scan) | {"warnings": cautions_of(scan.fields, None)}
             except OCTReadError as error:
                 return line | {"status": error.reason.value, "message": error.detail}
         assert fault.error is not None
         return rejected(line, fault.error).fields
 
-    def _drawn(self, record: Record, scan: WholeScan) -> Line:
+    def _drawn(self, asked: Scan, scan: WholeScan) -> Line:
         """Write the file of one scan; its place, and what is in it. Raises OCTReadError, StorageError."""
-        head, cfg, form, options = self.head, self.cfg, self.form, self.options
-        version = head.checksum[:DIGITS]
-        place = storage.join(self.out, _stem(record.path) + ENDINGS[form])
+        head, form, options, url = self.head, self.form, self.options, asked.record.url
+        place = storage.join(self.out, stem_of(asked.name) + ENDINGS[form])
         if form in OF_A_SCAN and not scan.header.transfer_syntax.startswith("1.2."):
             expected = f"a DICOM scan with --format {form}"
-            raise OCTReadError(record.url, RejectReason.NOT_DICOM, expected, scan.header.transfer_syntax)
-        outputs = outputs_of(head.arms[0], scan, cfg, self.runtime)
+            raise OCTReadError(url, RejectReason.NOT_DICOM, expected, scan.header.transfer_syntax)
+        outputs = outputs_of(head.arms[0], scan, self.cfg, self.runtime)
+        if not self.of_layers:
+            values = np.array([0, *(self.classes[name] for name in head.names)], np.uint8)
+            labels = values[classes_of_scan(outputs, scan)]
+            self._write_classes(labels, asked, scan, place)
+            return {"file": place, "classes": sizes(labels, self.classes, scan.header.spacing_mm)}
+        rows = surfaces_of_scan(outputs, scan)
         if form == HEIGHTMAP:
-            surfaces = scan.header.to_file_order(surfaces_of_scan(outputs, scan), 1)
-            write_height_map(surfaces, head.names, record.url, version, place, options, self.anonymous)
-            return {"file": place, "surfaces": list(head.names)}
-        values = np.array([0, *(head.state["classes"][name] for name in head.names)], np.uint8)
-        labels = values[classes_of_scan(outputs, scan)]
-        if form == "nifti":
-            write_nifti(labels, scan.header, record.path, place, options)
-        elif form == "png":
-            write_png(scan.header.to_file_order(labels), place, options)
+            in_file = scan.header.to_file_order(rows, 1)
+            version = head.checksum[:DIGITS]
+            write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
+        elif form == NPZ:
+            names = np.array(head.names)
+            write_npz({"surfaces": scan.header.to_file_order(rows, 1), "names": names}, place, options)
         else:
-            classes = {value: name for name, value in head.state["classes"].items()}
-            labels_of_file = scan.header.to_file_order(labels)
-            write_seg(labels_of_file, classes, scan.header, version, place, options, self.anonymous)
-        return {"file": place, "classes": _sizes(labels, head, scan)}
+            self._write_classes(between(rows, scan.header.shape[1]), asked, scan, place)
+        fields = scan.fields | asked.facts(scan.header) | {"path": asked.record.path}
+        return {"file": place, "surfaces": list(head.names)} | measured(rows, head.names, fields, self.foveas)
+
+    def _write_classes(self, labels: np.ndarray, asked: Scan, scan: WholeScan, place: str) -> None:
+        """Classes in the order of the reader's frames as a file."""
+        options, in_file = self.options, scan.header.to_file_order(labels)
+        if self.form == "nifti":
+            write_nifti(labels, scan.header, asked.record.path, place, options)
+        elif self.form == NPZ:
+            write_npz({"labels": in_file}, place, options)
+        elif self.form == "png":
+            write_png(in_file, place, options)
+        else:
+            classes = {value: name for name, value in self.classes.items()}
+            version = self.head.checksum[:DIGITS]
+            write_seg(in_file, classes, scan.header, version, place, options, self.anonymous)
 
 
-def of_rows(cfg: Config, rows: str) -> list[Record]:
-    """The records of `all` kept rows of the store, or of those that `0,5` names; raises UserError."""
+def layers_between(names: Sequence[str]) -> list[str]:
+    """The names of the layers between surfaces, from the vitreous down."""
+    return [f"{upper} to {lower}" for upper, lower in pairwise(names)]
+
+
+def between(rows_SDW: np.ndarray, num_rows: int) -> np.ndarray:
+    """Classes uint8 [D, H, W]: n of the voxels whose centres lie from surface n on and above the next; 0
+    elsewhere, and where a border is unknown.
+    """
+    row = np.arange(num_rows)[:, None]
+    labels = np.zeros((rows_SDW.shape[1], num_rows, rows_SDW.shape[2]), np.uint8)
+    for number, (upper, lower) in enumerate(pairwise(rows_SDW), 1):
+        labels[(row >= upper[:, None]) & (row < lower[:, None])] = number
+    return labels
+
+
+def of_rows(cfg: Config, rows: str) -> list[Scan]:
+    """The scans of `all` kept rows of the store, or of those that `0,5` names; raises UserError."""
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     kept = store.kept.tolist()
     if rows != "all" and not re.fullmatch(r"\d+(,\d+)*", rows):
@@ -153,33 +207,33 @@ def of_rows(cfg: Config, rows: str) -> list[Record]:
     chosen = kept if rows == "all" else [int(number) for number in rows.split(",")]
     listing = read_records(cfg)
     by_path = {record.path: record for record in [*listing.records, *listing.filtered]}
-    records = []
+    lines, _, _ = read_table(cfg.data.manifest_path, cfg.data.storage_options, ("filepath",))
+    scans = []
     for row in chosen:
         record = by_path.get(str(store.index.path.get(row))) if row in kept else None
         if record is None:
             expected = f"kept rows of {store.url} whose scans {cfg.data.manifest_path} lists"
             raise UserError(f"--rows: expected {expected}, found {row}")
-        records.append(record)
-    return records
+        surfaces = lines[record.line].get(SURFACES)
+        scans.append(of_row(record, surfaces, cfg.data.manifest_path, listing.root))
+    return scans
 
 
-def _require_names(records: Sequence[Record]) -> None:
+def _require_names(scans: Sequence[Scan]) -> None:
     """Raise UserError where the files of two scans would have one name."""
     path_of: dict[str, str] = {}
-    for record in records:
-        name = _stem(record.path)
+    for scan in scans:
+        name, path = stem_of(scan.name), scan.record.path
         if name in path_of:
             raise UserError(
-                f"expected scans whose files have different names, found {path_of[name]} and "
-                f"{record.path}; draw them into two folders"
+                f"expected scans whose files have different names, found {path_of[name]} and {path}; draw "
+                "them into two folders"
             )
-        path_of[name] = record.path
+        path_of[name] = path
 
 
-def _stem(path: str) -> str:
-    """The path below the root without the ending of a file; of a file elsewhere its name."""
-    is_elsewhere = "://" in path or path.startswith(("/", ".")) or ".." in PurePosixPath(path).parts
-    name = PurePosixPath(path).name if is_elsewhere else path
+def stem_of(name: str) -> str:
+    """A path below the folder that was asked about, without the ending of a file."""
     stem = re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[A-Za-z]\w{0,4})$", "", name)
     folder, slash, last = stem.rpartition("/")
     return f"{folder}{slash}{bounded(last)}"
@@ -195,11 +249,14 @@ def bounded(name: str) -> str:
     return f"{content[: LONGEST - 9].decode('utf-8', 'ignore')}-{values_digest([name])[:8]}"
 
 
-def _sizes(labels: np.ndarray, head: DenseHead, scan: WholeScan) -> dict[str, dict[str, float]]:
-    """Voxels and mm3 of each class in the scan."""
-    counts = np.bincount(labels.ravel(), minlength=256)
-    voxel = float(np.prod(scan.header.spacing_mm))
+def sizes(
+    labels_DHW: np.ndarray, classes: Mapping[str, int], spacing_mm: tuple[float, float, float]
+) -> dict[str, dict[str, float]]:
+    """Voxels, mm3 and nl of each class in the scan, and how many lesions: parts whose voxels touch."""
+    counts = np.bincount(labels_DHW.ravel(), minlength=256)
+    mm3 = counts * float(np.prod(spacing_mm))
     return {
-        name: {"voxels": int(counts[value]), "mm3": float(counts[value] * voxel)}
-        for name, value in head.state["classes"].items()
+        name: {"voxels": int(counts[value]), "mm3": float(mm3[value]), "nl": float(1000 * mm3[value])}
+        | {"lesions": int(label(labels_DHW == value, TOUCHING)[1]) if counts[value] else 0}
+        for name, value in classes.items()
     }

@@ -7,7 +7,7 @@ once a block.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -39,6 +39,7 @@ from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
+LABELLED = 0.5  # the score from which a label counts as predicted
 NO_DISTANCE = "unknown: the head's file holds nothing of its training features"
 
 
@@ -93,8 +94,10 @@ class LabelPredictor:
         calibrated = self.calibration.scores(head.kind, outputs)
         percentile = distance_percentile(self.familiarity, pooled)
         evidence = self._evidence(volume, tokens_BNE, valid_BN, outputs[0])
+        scores = to_scores(head.kind, outputs)
         line = {
-            "scores": named(names, to_scores(head.kind, outputs)),
+            "predicted": None if is_far(percentile) else decided(head.kind, names, scores[0].tolist()),
+            "scores": named(names, scores),
             "probabilities": None if calibrated is None else named(names, calibrated),
             "feature_distance_percentile": percentile,
             "evidence": {"method": evidence.method, "of": evidence.of},
@@ -146,6 +149,15 @@ class LabelPredictor:
             is_signed=evidence.is_signed,
             has_answer=not is_far(line["feature_distance_percentile"]),
         )
+
+
+def decided(kind: str, names: Sequence[str], scores: Sequence[float]) -> str | list[str] | float:
+    """The class of the highest score; the labels of 1/2 and more; the value."""
+    if kind == "regression":
+        return scores[0]
+    if kind == "multilabel":
+        return [name for name, score in zip(names, scores, strict=True) if score >= LABELLED]
+    return names[int(np.argmax(scores))]
 
 
 def sureness(calibration: Calibration) -> str:

@@ -1,9 +1,9 @@
 """A line a scan, written as the scan is done, so that the same command goes on after a kill.
 
 In: the file, the scans that are asked about, what is common to all lines. Out: what is done, and the file. A
-line is done when version, format, precision and anonymity are those of now, and what it names is there. Lines
-of rejects are made again; those of other scans and formats stay; a half line does not count. A line that
-cannot be written ends the command: here the lines are what was asked for.
+line is done when version, format, precision, anonymity and fovea are those of now, and what it names is
+there. Lines of rejects are made again; those of other scans and formats stay; a half line does not count. A
+line that cannot be written ends the command: here the lines are what was asked for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.storage.errors import named_errors, split_scheme
 
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
-SAME = ("format", "precision", "anonymous")  # of a line that is done
+SAME = ("format", "precision", "anonymous", "fovea_option")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
 Line = dict[str, Any]
 
@@ -60,6 +60,11 @@ class Lines:
         if not storage.is_remote(url):
             with named_errors(url):
                 self._file = open(split_scheme(url)[1], "ab", buffering=0)  # noqa: SIM115
+
+    @property
+    def all(self) -> list[Line]:
+        """Those of this start and of earlier ones."""
+        return list(self._lines)
 
     def add(self, line: Line) -> None:
         """Write the line of a scan; raises StorageError."""

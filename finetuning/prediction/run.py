@@ -2,7 +2,8 @@
 
 In: a head and scans. Out: of labels, surfaces and slabs predictions.jsonl with pictures/, and of the latter
 surfaces/ or slabs/; of classes, or with a format, files in the scan's own geometry with segments.jsonl
-(finetuning/prediction/files.py).
+(finetuning/prediction/files.py). Of all study.csv (study.py), and where the scans have drawn surfaces how
+well the thickness agrees (agreement.py).
 """
 
 from __future__ import annotations
@@ -16,20 +17,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_setup.manifest import Record, unknown_record
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden, require_known_place
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
+from finetuning.embedding.scans import Places, Scan, find_scans
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
-from finetuning.embedding.volumes import DicomVolumes, Reject, Volume, find_dicoms
+from finetuning.embedding.volumes import FileVolumes, Reject, Volume
 from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
+from finetuning.prediction.agreement import write_agreement
 from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
-from finetuning.prediction.files import OF_A_SCAN, Files, bounded, of_rows
+from finetuning.prediction.files import HEIGHTMAP, LAYERS, NPZ, OF_A_SCAN, Files, bounded, of_rows
 from finetuning.prediction.labels import LabelPredictor
 from finetuning.prediction.lines import Line, Lines
 from finetuning.prediction.picture import plain_text
+from finetuning.prediction.study import write_study
+from finetuning.prediction.thickness import Foveas, read_foveas
 from utils import storage
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
@@ -42,84 +46,103 @@ from utils.runtime.single import Runtime
 from utils.terminal import say, track
 
 MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
-LAYERS, SEGMENTATION = "layers", "segmentation"  # of task.kind
-FORMATS = {"nifti": SEGMENTATION, "png": SEGMENTATION, "seg": SEGMENTATION, "heightmap": LAYERS}
+SEGMENTATION = "segmentation"  # of task.kind
+FORMATS = dict.fromkeys(("nifti", NPZ, "png", "seg"), (SEGMENTATION, LAYERS)) | {HEIGHTMAP: (LAYERS,)}
+SCHEMA_VERSION = 2  # of a line; 1: those without this field
 DPI = 100
 PREDICTING = Work("finetuning.predict into this folder", "another --out")
 Predictor = LabelPredictor | DensePredictor
 
 
-class Scans(NamedTuple):
-    """Which scans a command is asked about; one of the three."""
+class Asked(NamedTuple):
+    """What a command line asks for."""
 
-    dicoms: Sequence[str] = ()  # files and folders
-    files: Sequence[str] = ()
-    rows: str | None = None  # of the head's store
+    places: Places
+    rows: str | None = None  # of the head's store, in place of places
+    form: str | None = None  # of FORMATS; None: of a head of classes nifti, else answers with pictures
+    occlusion: bool = False
+    anonymous: bool = True
+    fovea: str | None = None  # as thickness.py reads it
+    visit_date: bool = False  # in study.csv
 
-    def records(self, cfg: Config) -> list[Record]:
+    def scans(self, cfg: Config, out: str) -> list[Scan]:
         """Raises UserError."""
         if self.rows is not None:
             return of_rows(cfg, self.rows)
-        urls = find_dicoms(self.dicoms, cfg.data.storage_options) if self.dicoms else self.files
-        return [unknown_record(url) for url in urls]
+        return find_scans(self.places, cfg.data.storage_options, cfg.data.workers, out)
 
 
-def predict(
-    wanted: str,
-    scans: Scans,
-    form: str | None,
-    out: str,
-    occlusion: bool,
-    overrides: Sequence[str],
-    anonymous: bool = True,
-) -> int:
+def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> int:
     """Write the lines and what they name; returns EXIT_FAILURE where a scan has no prediction.
 
-    `form`: of FORMATS, None: of a head of classes nifti, else answers with pictures. Raises UserError.
+    Raises UserError.
     """
     setup_logging()
     kind = head_kind(wanted, storage_options_of(overrides))
-    form = "nifti" if form is None and kind == SEGMENTATION else form
-    if form is not None and kind != FORMATS[form]:
-        expected = f"a head of {FORMATS[form]} with --format {form}"
-        raise UserError(f"{wanted}: expected {expected}, found one of {kind}")
-    if occlusion and kind in KINDS:
-        raise UserError(f"--occlusion: expected a head of labels, found one of {kind}: {wanted}")
-    if not anonymous and form not in OF_A_SCAN:
-        expected = f"--format {' or '.join(OF_A_SCAN)}"
-        raise UserError(f"--no-anonymous: expected it with {expected}, found {form or 'none'}")
-    if scans.rows is not None and form is None:
-        raise UserError("--rows: expected with --format, found none; name the files with --files or --dicom")
+    form = "nifti" if asked.form is None and kind == SEGMENTATION else asked.form
+    _check(wanted, kind, asked._replace(form=form))
     head = _open(wanted, kind, overrides)
     cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
-    if scans.rows is not None:
+    if asked.rows is not None:
         for key in ("store", "gcs_root", "manifest_path"):
             require_known_place(str(getattr(cfg.data, key)), head.url, f"data.{key}", overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
         )
-    records, runtime = scans.records(cfg), open_runtime(cfg.train.use_bf16)
+    scans, runtime = asked.scans(cfg, out), open_runtime(cfg.train.use_bf16)
+    foveas = read_foveas(asked.fovea, len(scans), cfg.data.storage_options)
     with hold(out, cfg.data.storage_options, work=PREDICTING) as lease:
         work: Files | Answers
         if isinstance(head, DenseHead) and form is not None:
-            work = Files(head, cfg, records, form, out, runtime, anonymous)
+            work = Files(head, cfg, scans, form, out, runtime, asked.anonymous, foveas)
         else:
-            work = Answers(_predictor(head, cfg, runtime, occlusion), cfg, records, out)
-        return _write(work, head, cfg, runtime, out, lease)
+            work = Answers(_predictor(head, cfg, runtime, asked.occlusion, foveas), cfg, scans, out)
+        lines, code = _write(work, head, cfg, runtime, asked, out, lease)
+        by_path = {scan.record.path: scan for scan in scans}
+        write_study(storage.join(out, "study.csv"), kind, lines, by_path, asked.visit_date, work.options)
+        if kind == LAYERS:
+            write_agreement(out, lines, by_path, foveas, work.options)
+        return code
+
+
+def _check(wanted: str, kind: str, asked: Asked) -> None:
+    """Raise UserError for options that do not go with the kind of head, or with each other."""
+    form, fitting = asked.form, FORMATS.get(asked.form or "", ())
+    if form is not None and kind not in fitting:
+        expected = f"a head of {' or '.join(fitting)} with --format {form}"
+        raise UserError(f"{wanted}: expected {expected}, found one of {kind}")
+    if asked.occlusion and kind in KINDS:
+        raise UserError(f"--occlusion: expected a head of labels, found one of {kind}: {wanted}")
+    if asked.fovea is not None and kind != LAYERS:
+        raise UserError(f"--fovea: expected a head of layers, found one of {kind}: {wanted}")
+    if not asked.anonymous and form not in OF_A_SCAN:
+        expected = f"--format {' or '.join(OF_A_SCAN)}"
+        raise UserError(f"--no-anonymous: expected it with {expected}, found {form or 'none'}")
+    if asked.rows is not None and form is None:
+        raise UserError("--rows: expected with --format, found none; name the files with --files or --dicom")
 
 
 def _write(
-    work: Files | Answers, head: Head | DenseHead, cfg: Config, runtime: Runtime, out: str, lease: Lease
-) -> int:
-    """The lines that are not done; returns EXIT_FAILURE where a scan has no prediction."""
+    work: Files | Answers,
+    head: Head | DenseHead,
+    cfg: Config,
+    runtime: Runtime,
+    asked: Asked,
+    out: str,
+    lease: Lease,
+) -> tuple[list[Line], int]:
+    """The lines that are not done; (all lines, EXIT_FAILURE where a scan has no prediction)."""
     common = {
+        "schema_version": SCHEMA_VERSION,
         "head_sha256": head.checksum,
         "encoder_sha256": head.state["encoder"]["checksum"],
         "commit": provenance(runtime)["commit"],
         "precision": "bfloat16" if runtime.use_bf16 else "float32",
         **work.about,
     }
+    if asked.fovea is not None:
+        common["fovea_option"] = asked.fovea
     versions, num_rejects, num_warned = work.versions, 0, 0
     url = storage.join(out, work.name)
     with closing(Lines(url, versions, common, work.has_files, cfg.data.storage_options)) as lines:
@@ -138,7 +161,7 @@ def _write(
         f"now {num_new}, before {len(lines.done)}; lines of other files, kept: {len(lines.others)}; "
         f"warned of now: {num_warned}"
     )
-    return EXIT_FAILURE if num_rejects else EXIT_FINISHED
+    return lines.all, EXIT_FAILURE if num_rejects else EXIT_FINISHED
 
 
 def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
@@ -147,11 +170,13 @@ def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
     return opened(wanted, storage_options_of(overrides), encoder_place(overrides))
 
 
-def _predictor(head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion: bool) -> Predictor:
+def _predictor(
+    head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion: bool, foveas: Foveas
+) -> Predictor:
     if not isinstance(head, DenseHead):
         return LabelPredictor(head, cfg, runtime, occlusion)
     if head.state["kind"] == LAYERS:
-        return SurfacePredictor(head, cfg, runtime)
+        return SurfacePredictor(head, cfg, runtime, foveas)
     return SlabPredictor(head, cfg, runtime)
 
 
@@ -160,10 +185,11 @@ class Answers:
 
     name = "predictions.jsonl"  # of the lines
 
-    def __init__(self, predictor: Predictor, cfg: Config, records: Sequence[Record], folder: str) -> None:
+    def __init__(self, predictor: Predictor, cfg: Config, scans: Sequence[Scan], folder: str) -> None:
         self.predictor, self.cfg, self.folder = predictor, cfg, folder
         self.options = cfg.data.storage_options
-        self.volumes = DicomVolumes([r.url for r in records], cfg.spatial, cfg.data.storage_options)
+        self.volumes = FileVolumes(scans, cfg.spatial, cfg.data.storage_options)
+        self.person = {scan.record.path: scan.person or None for scan in scans}
 
     @property
     def about(self) -> Line:
@@ -175,7 +201,7 @@ class Answers:
 
     @property
     def versions(self) -> dict[str, str]:
-        return dict(zip(self.volumes.urls, self.volumes.versions, strict=True))
+        return dict(zip(self.volumes.paths, self.volumes.versions, strict=True))
 
     def has_files(self, line: Line) -> bool:
         """Whether the picture and the arrays that a line names are there, and of what is asked for now."""
@@ -188,14 +214,15 @@ class Answers:
         return bool(place) and storage.exists(storage.join(self.folder, place), self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
-        row_of = dict(zip(self.volumes.urls, self.volumes.rows, strict=True))
+        row_of = dict(zip(self.volumes.paths, self.volumes.rows, strict=True))
         for _, volume in read_ahead(self.cfg, self.volumes, [row_of[path] for path in paths]):
             yield self.line(volume)
 
     def line(self, volume: Volume | Reject) -> Line:
         """The line of a volume, or why it has none; its picture and arrays are written first."""
         fields = volume.fields
-        line = {"path": fields["path"], "status": fields["status"], "message": fields.get("message")}
+        line = {"path": fields["path"], "person": self.person[fields["path"]]}
+        line |= {"status": fields["status"], "message": fields.get("message")}
         if isinstance(volume, Reject):
             return line
         with Fault() as fault:

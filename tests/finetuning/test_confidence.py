@@ -220,6 +220,8 @@ def test_cautions_name_what_is_out_of_range() -> None:
         "B-scans jump by 44 um axially on average",
         "10% of the B-scans are blank or repeated",
     ]
+    for known in (0.12, 0.24, 0.25, 3 / 320):  # Heidelberg's rasters, and angiography over 3 x 3 mm
+        assert cautions_of(fields | {"spacing_before_d": known, "spacing_before_w": 0.0057}, None) == []
     (axial,) = cautions_of(fields | {"spacing_before_h": 0.026}, None)
     assert axial.startswith("spacing axial: 26.0 um, outside ")
     (far,) = cautions_of(fields, 99.5)

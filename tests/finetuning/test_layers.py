@@ -21,7 +21,8 @@ from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import StoredHeights
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
-from data_setup.readers.heights import DEPTH_OF_LABEL
+from data_setup.readers.heights import DEPTH_OF_LABEL, read_stated_heights
+from data_setup.readers.labels import read_label_surfaces, read_label_volume
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
@@ -41,8 +42,10 @@ from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
+from finetuning.prediction.files import between
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
+from tests.support.line_fields import documented
 from utils.checkpoint import CheckpointError
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
@@ -147,6 +150,23 @@ def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Pa
     kept = PreparedStore.open(config(world).data.store).index.query("status == 'kept'")
     assert [line["path"] for line in lines] == kept.path.tolist()
     assert all(Path(line["file"]).is_file() for line in lines)
+    assert set(lines[0]) - {"anonymous"} == documented("files", "layers")
+    row, shape = str(kept.index[0]), tuple(int(kept.iloc[0][f"shape_before_{a}"]) for a in "dhw")
+    surfaces = read_stated_heights(lines[0]["file"]).values
+    for form in ("npz", "nifti"):  # the same surfaces, and the layers between them
+        out = tmp_path / form
+        words = ["--checkpoint", str(trained), "--rows", row, "--format", form, "--out", str(out)]
+        assert predict_command.main(words) == 0
+        line = json.loads((out / "segments.jsonl").read_text())
+        assert line["thickness_um"] == pytest.approx(lines[0]["thickness_um"], rel=1e-5)
+        assert f",{line['path']},retina,scan," in (out / "study.csv").read_text()
+        if form == "npz":
+            values, names = read_label_surfaces(line["file"], shape)
+            np.testing.assert_allclose(values, surfaces, atol=1e-4)
+            assert list(names) == line["surfaces"]
+        else:
+            drawn = read_label_volume(line["file"], "eye", shape, (line["path"], line["path"])).values
+            np.testing.assert_array_equal(drawn, between(surfaces, shape[1]))
 
 
 def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,6 +560,7 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
         np.nanmean(um[head.names.index("BM")] - um[head.names.index("ILM")]), rel=1e-4
     )
     assert line["etdrs_um"] is None or set(line["etdrs_um"]["retina"]) == set(SECTORS)
+    assert set(line) == documented("surfaces")
     assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
 
 

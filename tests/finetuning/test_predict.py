@@ -24,6 +24,7 @@ from finetuning.prediction.labels import LabelPredictor
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from tests.support.line_fields import documented
 from utils import storage
 from utils.errors import ConfigError, UserError
 from utils.run.lease import hold
@@ -95,6 +96,9 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
     # kept tokens of attentive heads are in half precision
     np.testing.assert_allclose(scores, expected, atol=1e-5 if kind == "linear" else 2e-3)
     one = by_path[paths[0]]
+    assert set(one) == documented("labels")
+    assert one["predicted"] == max(one["scores"], key=one["scores"].__getitem__)
+    assert len((out / "study.csv").read_text().splitlines()) == 2 + 2 * len(head.names)
     assert list(one["scores"]) == list(head.names)
     assert (one["head_sha256"], one["calibrated"]) == (head.checksum, False)
     assert one["calibration"] == "uncalibrated: expected 20 validation participants, found 4"
@@ -213,7 +217,11 @@ def test_occlusion_takes_the_place_of_the_map(
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
-        ("head", ["--format", "png"], "a head of segmentation with --format png, found one of head"),
+        (
+            "head",
+            ["--format", "png"],
+            "a head of segmentation or layers with --format png, found one of head",
+        ),
         ("head", [], "--rows: expected with --format, found none"),
         ("layers", ["--occlusion"], "--occlusion: expected a head of labels, found one of layers"),
     ],

@@ -25,7 +25,7 @@ from data_setup.readers.open_record import open_record
 from finetuning.dense import whole
 from finetuning.dense.head import Arm
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
-from finetuning.embedding.volumes import version_of
+from finetuning.embedding.scans import Scan, version_of
 from finetuning.prediction.files import Files
 from finetuning.prediction.lines import Lines
 from tests.support.finetune_factory import RUNTIME
@@ -130,6 +130,10 @@ def record_of(path: Path) -> Record:
     return unknown_record(str(path))
 
 
+def scan_of(path: str) -> Scan:
+    return Scan(unknown_record(path), Path(path).name)
+
+
 def test_nifti_and_png_read_back(scan_file: Path, tmp_path: Path) -> None:
     """With the shape and spacing of the DICOM scan, and the way its frames run."""
     header, _ = open_record(record_of(scan_file))
@@ -203,7 +207,7 @@ def test_files_of_an_interleaved_scan_are_in_the_order_of_its_frames(
     cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
     values = []
     for name, file in (("a", path), ("b", other)):
-        drawn = Files(head, cfg, [record_of(file)], form, str(tmp_path / name), RUNTIME)  # type: ignore[arg-type]
+        drawn = Files(head, cfg, [scan_of(str(file))], form, str(tmp_path / name), RUNTIME)  # type: ignore[arg-type]
         (line,) = drawn.lines([str(file)])
         assert line["status"] == "kept", line
         if form == "heightmap":
@@ -320,9 +324,7 @@ def test_two_scans_of_one_name_do_not_overwrite_each_other(tmp_path: Path) -> No
     head: Any = SimpleNamespace(state={"classes": {}})
 
     def files(*paths: str) -> Files:
-        return Files(
-            head, config(tmp_path), [unknown_record(p) for p in paths], "png", str(tmp_path), RUNTIME
-        )
+        return Files(head, config(tmp_path), [scan_of(p) for p in paths], "png", str(tmp_path), RUNTIME)
 
     files("/a/eye.dcm", "/b/eye_2.dcm")
     with pytest.raises(UserError, match=r"found /a/eye\.dcm and /b/eye\.dcm; draw them into two"):
@@ -370,7 +372,7 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
 
     def start(form: str = "png", **changes: str) -> Lines:
         common = {"head_sha256": "1" * 64, "precision": "float32", "format": form}
-        versions = {str(scan): version_of(str(scan), OPTIONS) for scan in scans}
+        versions = {str(scan): version_of(record_of(scan), OPTIONS) for scan in scans}
         return Lines(out, versions, common | changes, lambda line: Path(line["file"]).exists(), OPTIONS)
 
     def done(form: str = "png", **changes: str) -> set[str]:

@@ -34,6 +34,7 @@ from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_vo
 from finetuning.features.kept import KeptFeatures
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, words
+from tests.support.line_fields import documented
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
@@ -103,6 +104,8 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     shape = tuple(int(record[f"shape_before_{axis}"]) for axis in "dhw")
     read = read_label_volume(line["file"], record.path, shape, (record.path, record.path))
     assert line["classes"]["CHOROID"]["voxels"] == (read.values == 10).sum() > 0
+    assert set(line) == documented("files", "classes")
+    assert "CHOROID" in (tmp_path / "study.csv").read_text()
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
     head = SEGMENTATION.open_head(str(trained), StorageOptions())
     kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))

@@ -32,6 +32,7 @@ from finetuning.features.kept import KeptFeatures
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
 from tests.support.heights_factory import config, dense_overrides
+from tests.support.line_fields import documented
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
 
@@ -261,6 +262,7 @@ def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_pa
     assert predict_command.main(words) == 0
     (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert (line["task"], line["calibrated"], line["slabs"]) == ("translation", False, list(head.names))
+    assert set(line) == documented("slabs")
     with np.load(tmp_path / line["arrays"]) as arrays:
         slabs = arrays["slabs"]
     record = store.index.loc[row]

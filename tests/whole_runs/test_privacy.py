@@ -37,7 +37,8 @@ from data_setup.readers.dicom import OCTReadError, RejectReason, open_volume, re
 from data_setup.readers.faults import place_of
 from data_setup.readers.open_record import open_record
 from data_setup.store.reader import PreparedStore
-from finetuning.embedding.volumes import DicomFile
+from finetuning.embedding.scans import Scan
+from finetuning.embedding.volumes import ScanFile
 from finetuning.prediction.files import Files
 from tests.finetuning.test_segment import Bright, Edge, arm
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
@@ -266,13 +267,13 @@ def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
         head = SimpleNamespace(arms=[arm(Bright())], names=["a"], checksum="abc", state={"classes": {"a": 5}})
     spatial = ["image_size=[8,24,8]", "target_spacing=[0.12,0.005,0.09]", "patch_size=[2,8,8]"]
     cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
-    out, record = tmp_path / "out", unknown_record(path)
-    files = Files(head, cfg, [record], form, str(out), RUNTIME)  # type: ignore[arg-type]
+    out, scan = tmp_path / "out", Scan(unknown_record(path), "scan.dcm")
+    files = Files(head, cfg, [scan], form, str(out), RUNTIME)  # type: ignore[arg-type]
     (line,) = files.lines([path])
     assert line["status"] == "kept", line
     assert len(list(out.rglob("*.*"))) >= 1
     assert leaks(out) == []
-    volume = DicomFile(0, path, cfg.spatial, cfg.data.storage_options)()
+    volume = ScanFile(0, scan, cfg.spatial, cfg.data.storage_options)()
     assert not NEEDLE.search(repr((line, volume.fields, files.notes)).encode())
 
 

@@ -11,6 +11,7 @@ each stand for the same area, so that a few coarse B-scans do not decide who bel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +26,11 @@ SECTORS = ("centre", *(f"{ring}_{q}" for ring in ("inner", "outer") for q in QUA
 QUADRATURE = (48, 96)  # radii and angles of a sector
 LEAST_SHARE = 0.75  # of a sector must lie in the map
 SMOOTH_MM, SEARCH_MM = 0.15, 1.2  # of the thickness in which the fovea is sought; around the map's middle
+RING_MM, LEAST_PIT_UM = (0.8, 1.5), 20.0  # around a fovea; a normal one is some 80 um below its ring
+GIVEN, RASTER, PIT = "given", "raster", "pit"  # how a fovea is known
+# words of a region, or of a protocol, for where a raster lies; `wide` may hold a fovea anywhere
+MACULA = re.compile(r"macul|fove|(?<![a-z])(mac|ppol|posterior)(?![a-z])", re.IGNORECASE)
+ELSEWHERE = re.compile(r"dis[ck]|onh|optic|nerve|papill|rnfl|circle", re.IGNORECASE)
 
 
 class Sector(NamedTuple):
@@ -62,20 +68,87 @@ def etdrs(
 
 
 def etdrs_tables(
-    thickness_um: Mapping[str, np.ndarray], record: Mapping[str, Any], spacing_mm: tuple[float, float]
+    thickness_um: Mapping[str, np.ndarray],
+    record: Mapping[str, Any],
+    spacing_mm: tuple[float, float],
+    given: tuple[float, float] | None = None,
 ) -> dict[str, dict[str, Sector]]:
-    """Layer -> sector of every map, around the fovea of the RETINA's; `record`: the volume's row of an index.
+    """Layer -> sector of every map, around the fovea; `record`: the volume's row of an index; `given`: where
+    somebody says that the fovea is.
 
-    Raises ValueError for a volume that has no such grid: another region, no side, no retina, no fovea.
+    Raises ValueError for a volume that has no such grid: no side, and as `locate`.
     """
-    if not str(record["region"]).startswith("Macula"):
-        raise ValueError("expected a protocol of the macula, found another or none")
     if record["laterality"] not in ("L", "R"):
         raise ValueError("expected the side of the eye in the file, found none")
+    (fovea, _), side = locate(thickness_um, record, spacing_mm, given), str(record["laterality"])
+    return {name: etdrs(values, spacing_mm, fovea, side) for name, values in thickness_um.items()}
+
+
+def locate(
+    thickness_um: Mapping[str, np.ndarray],
+    record: Mapping[str, Any],
+    spacing_mm: tuple[float, float],
+    given: tuple[float, float] | None = None,
+) -> tuple[tuple[float, float], str]:
+    """((d, w) of the fovea in indices, GIVEN, or how it was found: RASTER, where the raster is one of the
+    macula by its region or name, PIT, where nothing says so and the retina has a pit in the middle).
+
+    Raises ValueError: another region, no retina, no fovea.
+    """
+    if given is not None:
+        if not all(0 <= place < size for place, size in zip(given, _shape(thickness_um), strict=True)):
+            raise ValueError("expected a fovea inside the scan, found it outside")
+        return given, GIVEN
+    is_macula, is_elsewhere = _is_of(record, MACULA), _is_of(record, ELSEWHERE)
+    if is_elsewhere and not is_macula:
+        raise ValueError(f"expected a raster of the macula, found {_words(record)}")
     if RETINA not in thickness_um:
         raise ValueError(f"expected surfaces from ILM to one of {', '.join(OUTER)}, found others")
-    fovea, side = find_fovea(thickness_um[RETINA], spacing_mm), str(record["laterality"])
-    return {name: etdrs(values, spacing_mm, fovea, side) for name, values in thickness_um.items()}
+    fovea = find_fovea(thickness_um[RETINA], spacing_mm)
+    if is_macula and not is_elsewhere:
+        return fovea, RASTER
+    if (depth := _pit_um(thickness_um[RETINA], spacing_mm, fovea)) < LEAST_PIT_UM:
+        raise ValueError(
+            f"expected a raster of the macula by its name, or a pit of {LEAST_PIT_UM:g} um in its middle, "
+            f"found {_words(record)} and {max(depth, 0):.0f} um"
+        )
+    return fovea, PIT
+
+
+def _shape(thickness_um: Mapping[str, np.ndarray]) -> tuple[int, ...]:
+    return next(iter(thickness_um.values())).shape
+
+
+def _words(record: Mapping[str, Any]) -> str:
+    """Region and protocol of a volume, as far as they are known."""
+    texts = (str(record.get(name) or "unknown") for name in ("region", "protocol"))
+    return ", ".join(t for t in dict.fromkeys(texts) if t not in ("unknown", "nan")) or "no word of it"
+
+
+def _is_of(record: Mapping[str, Any], pattern: re.Pattern[str]) -> bool:
+    """Whether the region says so, or where it says nothing the protocol."""
+    region = str(record.get("region") or "unknown")
+    is_known = region not in ("unknown", "nan")
+    return bool(pattern.search(region if is_known else str(record.get("protocol") or "")))
+
+
+def _pit_um(thickness_DW: np.ndarray, spacing_mm: tuple[float, float], fovea: tuple[float, float]) -> float:
+    """How much thinner the retina is there than in a ring around it; -inf where the ring is not known."""
+    smooth = _smoothed(thickness_DW, spacing_mm)
+    d, w = np.indices(smooth.shape)
+    away_mm = np.hypot((d - fovea[0]) * spacing_mm[0], (w - fovea[1]) * spacing_mm[1])
+    ring = smooth[(away_mm >= RING_MM[0]) & (away_mm <= RING_MM[1])]
+    least = smooth[round(fovea[0]), round(fovea[1])]
+    return float(np.median(ring[np.isfinite(ring)]) - least) if np.isfinite(ring).any() else -np.inf
+
+
+def _smoothed(thickness_DW: np.ndarray, spacing_mm: tuple[float, float]) -> np.ndarray:
+    """Means over SMOOTH_MM of what is known, inf where most is not."""
+    is_known = ~np.isnan(thickness_DW)
+    sigma = [SMOOTH_MM / s for s in spacing_mm]
+    total = gaussian_filter(np.where(is_known, thickness_DW, 0.0), sigma)
+    share = gaussian_filter(is_known.astype(float), sigma)
+    return np.divide(total, share, out=np.full(total.shape, np.inf), where=is_known & (share > 0.5))
 
 
 def find_fovea(thickness_DW: np.ndarray, spacing_mm: tuple[float, float]) -> tuple[float, float]:
@@ -83,11 +156,7 @@ def find_fovea(thickness_DW: np.ndarray, spacing_mm: tuple[float, float]) -> tup
 
     Raises ValueError where no thickness is known there.
     """
-    is_known = ~np.isnan(thickness_DW)
-    sigma = [SMOOTH_MM / s for s in spacing_mm]
-    total = gaussian_filter(np.where(is_known, thickness_DW, 0.0), sigma)
-    share = gaussian_filter(is_known.astype(float), sigma)
-    smooth = np.divide(total, share, out=np.full(total.shape, np.inf), where=is_known & (share > 0.5))
+    smooth = _smoothed(thickness_DW, spacing_mm)
     d, w = (np.arange(n) - (n - 1) / 2 for n in smooth.shape)
     away_mm = np.hypot(d[:, None] * spacing_mm[0], w * spacing_mm[1])
     smooth[away_mm > SEARCH_MM] = np.inf

@@ -40,6 +40,7 @@ from utils.tables import Table, number, two_cells
 OF_ALL = ""  # the protocol of mean_heights that stands for every other
 MEAN = "mean_heights"
 SURFACE, LAYER, SECTOR = "surface", "layer", "sector"  # what a line is of
+NO_LAYER = ""  # of a line of SECTOR that says why there are no sectors
 LABELS = {**ARM_LABELS, MEAN: "mean heights of the training volumes"}
 TRUTHS = {  # LayerVolumes.truth -> what the page says of it
     "device": "Heights are what a device's software drew: labels of a machine, not truth.",
@@ -132,16 +133,16 @@ def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) ->
 
 
 def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line]:
-    """ETDRS lines of a macular volume, one a layer and one for the whole retina; none of another volume."""
+    """ETDRS lines of a volume, one a layer and one for the whole retina; else one that says why not."""
     record, (d_mm, h_mm, w_mm) = volumes.store.index.loc[row], volumes.spacing_mm(row)
     retina = volumes.retina(row)
     pairs = volumes.layers(row) | ({} if retina is None else {RETINA: retina})
     um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
+    facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     try:
         tables = etdrs_tables(um, record, (d_mm, w_mm))
-    except ValueError:  # another region, or the device drew nothing in the middle
-        return []
-    facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
+    except ValueError as error:  # another region, or the device drew nothing in the middle
+        return [facts | {"layer": NO_LAYER, "message": str(error)}]
     return [
         facts
         | {"layer": name, "scanned_share": min(sector.share for sector in table.values())}
@@ -155,12 +156,14 @@ def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
     keys = ["person_id", "laterality", "layer", "source"]
     sectors = lines[lines.what == SECTOR].rename(columns={"arm": "source"})
     if sectors.empty:
-        return pd.DataFrame(columns=[*keys, "volumes", "orientation", "scanned_share", *SECTORS])
+        return pd.DataFrame(columns=[*keys, "volumes", "orientation", "scanned_share", *SECTORS, "message"])
+    sectors = sectors.reindex(columns=[*keys, "orientation", "scanned_share", *SECTORS, "message"])
     groups = sectors.groupby(keys, sort=True)
     means = groups[[*SECTORS]].mean()
     means.insert(0, "scanned_share", groups["scanned_share"].min())
     means.insert(0, "orientation", groups["orientation"].agg(lambda values: "+".join(sorted(set(values)))))
     means.insert(0, "volumes", groups.size())
+    means["message"] = groups["message"].agg(lambda texts: "; ".join(sorted(set(texts.dropna()))))
     return means.reset_index()
 
 
@@ -199,6 +202,7 @@ def answer(examined: Examined[LayerVolumes]) -> Content:
 def _agreement(sectors: pd.DataFrame, arms: Sequence[str], truth: str) -> dict[str, dict[str, Any]]:
     """arm -> mean absolute difference from the sectors of `truth` in um, over eyes and sectors, by layer."""
     keys = ["person_id", "laterality", "layer"]
+    sectors = sectors[sectors.layer != NO_LAYER]
     theirs = sectors[sectors.source == truth].set_index(keys)[[*SECTORS]]
     result: dict[str, dict[str, Any]] = {}
     for arm in arms:
@@ -212,7 +216,7 @@ def _agreement(sectors: pd.DataFrame, arms: Sequence[str], truth: str) -> dict[s
 def write(examined: Examined[LayerVolumes], content: Content) -> None:
     """surfaces.parquet, etdrs.csv, and a volume of each device with its surfaces, for the report to draw."""
     volumes, lines = examined.volumes, examined.lines
-    of_sectors = ["laterality", "layer", "orientation", "scanned_share", *SECTORS]
+    of_sectors = ["laterality", "layer", "orientation", "scanned_share", "message", *SECTORS]
     examined.write_lines(
         "surfaces.parquet", lines[lines.what != SECTOR].drop(columns=of_sectors, errors="ignore")
     )

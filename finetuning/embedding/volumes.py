@@ -67,6 +67,11 @@ class StoreVolumes:
         return volume_digests(self.store, np.array(self.rows))
 
     @property
+    def planes(self) -> str:
+        """What the planes of the volumes are: a rule of data_setup/resample.py."""
+        return self.store.planes
+
+    @property
     def about(self) -> dict[str, Any]:
         """What identifies the collection, for embed.json."""
         return {"store": storage.absolute(self.store.url), "synthetic": self.store.attrs["synthetic"]}
@@ -106,8 +111,10 @@ class FileVolumes:
     uses_processes = True
     index = None  # the files alone say what they are
 
-    def __init__(self, scans: Sequence[Scan], spatial: SpatialConfig, options: StorageOptions) -> None:
-        self.scans, self.spatial, self.options = list(scans), spatial, options
+    def __init__(
+        self, scans: Sequence[Scan], spatial: SpatialConfig, options: StorageOptions, planes: str
+    ) -> None:
+        self.scans, self.spatial, self.options, self.planes = list(scans), spatial, options, planes
         self.num_rows = len(self.scans)
         self.rows = list(range(self.num_rows))
 
@@ -128,7 +135,7 @@ class FileVolumes:
         return {"row": row, "path": self.scans[row].record.path, "listed": True}
 
     def reader(self, row: int) -> ScanFile:
-        return ScanFile(row, self.scans[row], self.spatial, self.options)
+        return ScanFile(row, self.scans[row], self.spatial, self.options, self.planes)
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,7 @@ class ScanFile:
     scan: Scan
     spatial: SpatialConfig
     options: StorageOptions
+    planes: str
 
     def __call__(self) -> Volume | Reject:
         record = self.scan.record
@@ -147,7 +155,7 @@ class ScanFile:
             require_file(record.url)
             source = source_stat(record, self.options)
             fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
-            header, volume, measured = read_volume(record, self.spatial, self.options, Looks)
+            header, volume, measured = read_volume(record, self.spatial, self.options, Looks, self.planes)
         except storage.StorageNotFoundError as error:
             return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})
         except storage.StorageError as error:

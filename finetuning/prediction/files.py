@@ -28,6 +28,7 @@ from data_setup.export.predictions import (
 )
 from data_setup.manifest import read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import read_table
@@ -123,7 +124,8 @@ class Files:
         with Fault() as fault:
             try:
                 require_file(record.url)
-                scan = read_whole(record, self.cfg, self.options, "dw" if self.of_layers else "dhw")
+                axes, planes = "dw" if self.of_layers else "dhw", rule_of(self.head.state.get("geometry", {}))
+                scan = read_whole(record, self.cfg, self.options, axes, planes)
             except storage.StorageNotFoundError as error:
                 return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
             except storage.StorageAwayError:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden, require_known_place
 from finetuning.dense.head import DenseHead, head_kind
@@ -97,7 +98,9 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
         if isinstance(head, DenseHead) and form is not None:
             work = Files(head, cfg, scans, form, out, runtime, asked.anonymous, foveas)
         else:
-            work = Answers(_predictor(head, cfg, runtime, asked.occlusion, foveas), cfg, scans, out)
+            planes = rule_of(head.state.get("geometry", {}))
+            predictor = _predictor(head, cfg, runtime, asked.occlusion, foveas)
+            work = Answers(predictor, cfg, scans, out, planes)
         lines, code = _write(work, head, cfg, runtime, asked, out, lease)
         by_path = {scan.record.path: scan for scan in scans}
         write_study(storage.join(out, "study.csv"), kind, lines, by_path, asked.visit_date, work.options)
@@ -185,10 +188,13 @@ class Answers:
 
     name = "predictions.jsonl"  # of the lines
 
-    def __init__(self, predictor: Predictor, cfg: Config, scans: Sequence[Scan], folder: str) -> None:
+    def __init__(
+        self, predictor: Predictor, cfg: Config, scans: Sequence[Scan], folder: str, planes: str
+    ) -> None:
+        """`planes`: the rule of the store that the head was trained on."""
         self.predictor, self.cfg, self.folder = predictor, cfg, folder
         self.options = cfg.data.storage_options
-        self.volumes = FileVolumes(scans, cfg.spatial, cfg.data.storage_options)
+        self.volumes = FileVolumes(scans, cfg.spatial, cfg.data.storage_options, planes)
         self.person = {scan.record.path: scan.person or None for scan in scans}
 
     @property

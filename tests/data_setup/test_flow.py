@@ -15,6 +15,7 @@ from scipy.ndimage import zoom
 from data_setup import prepare
 from data_setup.attach.directions import correlation
 from data_setup.attach.flow import read_jobs
+from data_setup.attach.grid import along_d
 from data_setup.attach.stored import StoredFlow
 from data_setup.index import cli as index_command
 from data_setup.phantom.cohort import Scan, make_participants
@@ -96,10 +97,8 @@ def test_flow_lies_where_the_file_has_it(plain: Path) -> None:
 
 def require_images(root: Path, row: int, is_reversed: bool = False) -> None:
     """Each stored slab is its file's image, resized by SciPy, in the order of the store."""
-    flow, record = (
-        StoredFlow.open(str(root / "store")),
-        PreparedStore.open(str(root / "store")).index.loc[row],
-    )
+    flow, store = StoredFlow.open(str(root / "store")), PreparedStore.open(str(root / "store"))
+    record, geometry = store.index.loc[row], store.attrs["geometry"]
     manifest = rows_of(root / "tree" / "retinal_octa" / "manifest.tsv")
     line = next(r for r in manifest if str(r["flow_cube_file_path"]).strip("/") == flow.index.path[row])
     for number, slab in enumerate(SLABS, start=1):
@@ -109,12 +108,17 @@ def require_images(root: Path, row: int, is_reversed: bool = False) -> None:
         image = pydicom.dcmread(path).pixel_array.astype(float)
         image = image[::-1] if record.flipped_d != is_reversed else image
         own = inside(root, row, flow.read_slabs(row)[slab].astype(float), "dw")
+        if record.spacing_before_d > record.spacing_after_d / 2:  # a plane is a B-scan, and not resized
+            image = inside(root, row, along_d(len(image), record, geometry).weights @ image, "d")
         field = [int(record[f"shape_before_{a}"]) * float(record[f"spacing_before_{a}"]) for a in "dw"]
         kept = [
             n * float(record[f"spacing_after_{a}"]) / f
             for n, a, f in zip(own.shape, "dw", field, strict=True)
         ]
-        cut = [round(n * max(0, 1 - share) / 2) for n, share in zip(image.shape, kept, strict=True)]
+        cut = [
+            round(n * max(0, 1 - share) / 2) * (n != planes)
+            for n, share, planes in zip(image.shape, kept, own.shape, strict=True)
+        ]
         image = image[cut[0] : image.shape[0] - cut[0], cut[1] : image.shape[1] - cut[1]]
         resized = zoom(image, np.array(own.shape) / image.shape, order=1, grid_mode=True, mode="nearest")
         alike, other = (np.corrcoef(own.ravel(), part.ravel())[0, 1] for part in (resized, resized[::-1]))

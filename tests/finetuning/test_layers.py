@@ -316,6 +316,34 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     np.testing.assert_array_equal(chosen.read(other), volumes.read(other)[[0, 9]])
 
 
+OWN = {"RNFL/GCL": "RNFL_GCL", "IPL/INL": "IPL INL", "ELM": "Aussengrenze", "IS/OS": "EZ", "CSI": "9"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "expected"),
+    [
+        (lambda own: own, (), "ILM RNFL_GCL GCL IPL~INL OPL Aussengrenze EZ OS/RPE RPE BM 9"),
+        (lambda own: own, ("task.names=[ILM,EZ]",), "ILM EZ"),
+        (lambda own: own if len(own) < 10 else (*own[1::-1], *own[2:]), (), r"expected one order .* in all"),
+        (lambda own: own, ("task.names=[EZ,ILM]",), "expected surfaces from the vitreous down, found ILM above"),
+    ],
+)
+def test_surfaces_of_label_files_keep_their_names_and_order(
+    world: Path, monkeypatch: pytest.MonkeyPatch, change: Any, words: tuple[str, ...], expected: str
+) -> None:
+    """Names that no device knows are as good as others; files that disagree, and an order that runs upwards, are refused."""
+    stored = StoredHeights.names
+    monkeypatch.setattr(
+        StoredHeights, "names", lambda self, row: change(tuple(OWN.get(n, n) for n in stored(self, row)))
+    )
+    monkeypatch.setattr(StoredHeights, "source", OF_LABELS)
+    if expected.startswith("expected"):
+        with pytest.raises(UserError, match=r"task\.names: " + expected):
+            volumes_of(world, *words)
+        return
+    assert volumes_of(world, *words).names == tuple(n.replace("~", " ") for n in expected.split(" "))
+
+
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_what_lies_on_volumes_is_no_label(world: Path, kind: str) -> None:
     """Commands that compare labels say who takes this kind."""

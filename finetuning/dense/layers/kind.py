@@ -1,7 +1,7 @@
 """task.kind=layers: surfaces of the retina, how decoders of them are trained and judged.
 
-In: a store with height maps. Out: `LAYERS`. A head's file has `surfaces`, `mean_heights` and `familiarity`
-(finetuning/features/familiarity.py), which may be None. After each epoch the boundary error of the validation
+In: a store with height maps. Out: `LAYERS`. A head's file has `surfaces`, `truth` (who drew them),
+`mean_heights` and `familiarity` (finetuning/features/familiarity.py), which may be None. After each epoch the boundary error of the validation
 volumes decides which weights are kept. An evaluation writes layers.json, layers.md, surfaces.parquet (a line
 for every arm, volume and surface or layer), layers/ (a volume of each device with its surfaces, which the
 report draws) and etdrs.csv (mean thickness in um in nine sectors, a line for every eye, layer and source).
@@ -72,6 +72,7 @@ def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Ru
     familiarity = fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])
     return {
         "surfaces": list(volumes.names),
+        "truth": volumes.truth,
         "mean_heights": mean_heights(volumes),
         "familiarity": None if familiarity is None else familiarity.state(),
     }
@@ -139,7 +140,7 @@ def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line
     um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
     try:
         tables = etdrs_tables(um, record, (d_mm, w_mm))
-    except ValueError:  # another region, or the device drew nothing in the middle
+    except ValueError:  # another region, or nothing is marked in the middle
         return []
     facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     return [

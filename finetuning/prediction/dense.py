@@ -43,8 +43,8 @@ from utils.runtime.single import Runtime
 
 TITLE_INCH = 10 * 1.2 / 72  # of a line of a title
 FOOTERS = {  # by who drew the heights that the head learnt from
-    "device": "Lines: surfaces that the head learnt from a device's software, labels of a machine, not truth. "
-    "Where the device of this scan marks no such surface, nobody has measured the line.",
+    "device": "Lines: surfaces that the head learnt from a device's software, labels of a machine, not "
+    "truth. Where the device of this scan marks no such surface, nobody has measured the line.",
     "labels": "Lines: surfaces that the head learnt from the files of label_surfaces.",
 }
 

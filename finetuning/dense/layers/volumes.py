@@ -1,8 +1,8 @@
 """Who surfaces are learnt from and judged on: volumes with height maps, by split.
 
 In: a configuration, a store with height maps. Out: `LayerVolumes`: rows, folds, the names of the surfaces,
-and the heights of a row in the order of those names. Names are those of devices or of label files: two share a
-surface where they call it the same, and a surface that one does not mark is NaN in its volumes.
+and the heights of a row in the order of those names. Names are those of devices or of label files: two share
+a surface where they call it the same, and a surface that one does not mark is NaN in its volumes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _merged(orders: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     that is free. Raises UserError where two orders disagree.
     """
     places = {name: place for place, name in enumerate(dict.fromkeys(n for own in orders for n in own))}
-    sorter: TopologicalSorter[str] = TopologicalSorter({name: () for name in places})
+    sorter: TopologicalSorter[str] = TopologicalSorter(dict.fromkeys(places, ()))
     for own in orders:
         for above, below in pairwise(own):
             sorter.add(below, above)

@@ -49,7 +49,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(world: Path, run: Path, *extra: str) -> list[str]:
-    return dense_overrides(world, run, "train.max_steps=20", "optim.base_lr=0.02", *extra)
+    words = ["train.max_steps=50", "augment.strength=0", "optim.base_lr=0.02"]
+    return dense_overrides(world, run, *words, *extra)
 
 
 @pytest.fixture(scope="module")

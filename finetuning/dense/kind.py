@@ -7,8 +7,9 @@ In: functions of a kind. Out: `Kind`, with which a head is trained, opened and e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.source import Source
+from finetuning.dense.decoder import reads_blocks
 from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import DenseHead, open_dense_head
@@ -30,6 +32,7 @@ from utils.tables import Table
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 Content = dict[str, Any]  # of an answer's file
 Line = dict[str, Any]  # what is measured of a name in a volume
+Predictions = Iterable[tuple[int, np.ndarray]]  # rows and what is predicted of them
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +49,7 @@ class Kind(Generic[Volumes]):
     loss: Callable[[Config, Volumes, torch.device], Callable[[Tensor, Tensor], Tensor]]
     metric: str  # of the validation volumes
     sign: int  # 1 where more of it is better, else -1
-    score: Callable[[nn.Module, Planes, Volumes], float]
+    score: Callable[[Volumes, Predictions], dict[str, float]]  # `metric` and others of the validation volumes
     shown: tuple[str, str]  # title and format of the metric
     # what the head's file has beside dense_state, of the pre-trained arm's encoder
     state: Callable[[nn.Module, Source, Volumes, Runtime], dict[str, Any]]
@@ -72,20 +75,24 @@ class Kind(Generic[Volumes]):
             wanted, options, self.names, self.background, self.per_name, self.keys, encoder_url
         )
 
-    def train(self, source: Source) -> int:
-        """Train what the configuration asks for; returns the exit code. Raises UserError."""
-        cfg = source.cfg
-        volumes = open_volumes(source, self.read_volumes)
-        log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
-        runtime = open_runtime(cfg.train.use_bf16)
-        objective = Objective(
+    def objective(self, cfg: Config, volumes: Volumes, runtime: Runtime) -> Objective:
+        """What decoders of these volumes are trained for."""
+        return Objective(
             num_outputs=self.per_name * len(volumes.names) + self.background,
             metric=self.metric,
             sign=self.sign,
             planes=self.planes,
             loss=self.loss(cfg, volumes, runtime.device),
-            score=lambda decoder, planes: self.score(decoder, planes, volumes),
+            score=partial(self.score, volumes),
         )
+
+    def train(self, source: Source) -> int:
+        """Train what the configuration asks for; returns the exit code. Raises UserError."""
+        source = replace(source, cfg=reads_blocks(source.cfg))
+        volumes = open_volumes(source, self.read_volumes)
+        log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
+        runtime = open_runtime(source.cfg.train.use_bf16)
+        objective = self.objective(source.cfg, volumes, runtime)
 
         def state(encoder: nn.Module) -> dict[str, Any]:
             return self.state(encoder, source, volumes, runtime)

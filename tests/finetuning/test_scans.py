@@ -13,6 +13,7 @@ import pytest
 
 from data_setup.index.visit import visit_date_of
 from data_setup.manifest import unknown_record
+from data_setup.resample import NEAREST
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import by_eye
 from finetuning.embedding.scans import Places, Scan, find_scans, version_of
@@ -69,7 +70,7 @@ def test_a_folder_means_all_that_prepare_opens(tree: Path, capsys: pytest.Captur
     cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
     sides = []
     for row, scan in enumerate(scans.values()):
-        volume = ScanFile(row, scan, cfg.spatial, OPTIONS)()
+        volume = ScanFile(row, scan, cfg.spatial, OPTIONS, NEAREST)()
         assert isinstance(volume, Volume), volume
         assert volume.fields["path"] == f"{tree}/{scan.name}"
         assert version_of(scan.record, OPTIONS)
@@ -102,7 +103,8 @@ def test_what_is_no_scan(tree: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             named(places)
     assert set(named(Places(files=[str(tree)]), str(tree / "P02"))) == {n for n in NAMES if "P02" not in n}
-    absent = ScanFile(0, Scan(unknown_record("/no.nii"), "no.nii"), load_config(SMOKE).spatial, OPTIONS)()
+    scan = Scan(unknown_record("/no.nii"), "no.nii")
+    absent = ScanFile(0, scan, load_config(SMOKE).spatial, OPTIONS, NEAREST)()
     assert isinstance(absent, Reject)
     assert absent.fields["status"] == "missing_file"
 

@@ -177,7 +177,7 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
     assert content["difference"]["value"] == 1.0
-    assert "against random initialisation: cannot say, because 2 participants are too few" in text
+    assert "against random initialisation: cannot say, because an exact test by sign flips gives p 0.5" in text
     assert "**2 participants are too few: below 12 intervals are too narrow (some have no width)" in text
     lines = pd.read_parquet(tmp_path / "volumes.parquet")
     assert len(lines) == 4 * 2 * len(volumes_of(world, CLASSES).of(EVALUATED))

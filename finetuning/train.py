@@ -53,16 +53,16 @@ def train(config: str, overrides: Sequence[str]) -> int:
     refuse_unread(cfg, config, overrides)
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
-    if cfg.task.kind in DENSE_KINDS:
-        from finetuning.dense.kinds import KINDS
-
-        refuse_another_encoder(source)
-        return KINDS[cfg.task.kind].train(source)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "
             "finetuning.evaluate, with --head too, and finetuning.compare train one a fold"
         )
+    if cfg.task.kind in DENSE_KINDS:
+        from finetuning.dense.kinds import KINDS
+
+        refuse_another_encoder(source)
+        return KINDS[cfg.task.kind].train(source)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)

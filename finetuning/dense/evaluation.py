@@ -9,7 +9,7 @@ finetune.against_random trained them, and what a kind compares them with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,9 +34,10 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.tables import page
+from utils.tables import Table, page
 
 FORMAT_VERSION = 2
+Arm = tuple[str, Callable[[int], np.ndarray]]  # its name, and what predicts a row
 
 
 def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
@@ -80,12 +81,17 @@ def _fingerprint(cfg: Config, volumes: DenseVolumes, head: DenseHead) -> str:
 
 
 def examine(
-    kind: Kind[Volumes], cfg: Config, volumes: Volumes, head: DenseHead, runtime: Runtime
+    kind: Kind[Volumes],
+    cfg: Config,
+    volumes: Volumes,
+    head: DenseHead,
+    runtime: Runtime,
+    arms: Iterable[Arm] | None = None,
 ) -> Examined[Volumes]:
-    """Predict and measure the evaluated volumes by every arm."""
+    """Predict and measure the evaluated volumes by every arm, those of the head unless `arms` are given."""
     lines: list[dict[str, Any]] = []
     drawn: dict[int, dict[str, np.ndarray]] = {row: {} for row in kind.drawn(volumes)}
-    for arm, predict in _arms(kind, cfg, volumes, head, runtime):
+    for arm, predict in arms or _arms(kind, cfg, volumes, head, runtime):
         for row in map(int, volumes.of(EVALUATED)):
             predicted = predict(row)
             record = volumes.store.index.loc[row]
@@ -99,7 +105,7 @@ def examine(
 
 def _arms(
     kind: Kind[Volumes], cfg: Config, volumes: Volumes, head: DenseHead, runtime: Runtime
-) -> Iterator[tuple[str, Callable[[int], np.ndarray]]]:
+) -> Iterator[Arm]:
     """Names, and what predicts a row."""
     yield from kind.baselines(volumes, head).items()
     for arm in head.arms:
@@ -140,12 +146,14 @@ def _people_of(part: Any) -> Iterator[int]:
             yield from _people_of(inner)
 
 
-def markdown(kind: Kind[Any], content: Content) -> str:
-    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables."""
+def markdown(kind: Kind[Any], content: Content, first: Sequence[Table] = ()) -> str:
+    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables, of which
+    `first` come before those of the kind.
+    """
     points = [f"{content['n_volumes']} volumes of {content['n_participants']} participants."]
     points += [*(f"**{line}**" for line in content["cautions"]), *kind.points(content)]
     verdicts = content["verdicts"] if "verdicts" in content else [content["verdict"]]
-    tables = kind.tables(content)
+    tables = [*first, *kind.tables(content)]
     return page(
         content["title"], verdicts, [*points, *looks(content), *content["notes"]], tables
     ).removesuffix("\n")

@@ -37,11 +37,12 @@ class Examined(Generic[Volumes]):
     head: DenseHead
     lines: pd.DataFrame  # arm, row, person_id, name and what a kind measures
     drawn: Mapping[int, Mapping[str, np.ndarray]]  # row -> arm -> prediction, of the rows that are drawn
+    beside: tuple[str, ...] = ()  # arms that are in no head's file
 
     @property
     def arms(self) -> list[str]:
-        """Those with an encoder, the pre-trained one first."""
-        return [arm.name for arm in self.head.arms]
+        """Those that were trained, the pre-trained one first."""
+        return [*(arm.name for arm in self.head.arms), *self.beside]
 
     @cached_property
     def people(self) -> list[str]:

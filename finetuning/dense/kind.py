@@ -72,13 +72,9 @@ class Kind(Generic[Volumes]):
             wanted, options, self.names, self.background, self.per_name, self.keys, encoder_url
         )
 
-    def train(self, source: Source) -> int:
-        """Train what the configuration asks for; returns the exit code. Raises UserError."""
-        cfg = source.cfg
-        volumes = open_volumes(source, self.read_volumes)
-        log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
-        runtime = open_runtime(cfg.train.use_bf16)
-        objective = Objective(
+    def objective(self, cfg: Config, volumes: Volumes, runtime: Runtime) -> Objective:
+        """What decoders of these volumes are trained for."""
+        return Objective(
             num_outputs=self.per_name * len(volumes.names) + self.background,
             metric=self.metric,
             sign=self.sign,
@@ -86,6 +82,15 @@ class Kind(Generic[Volumes]):
             loss=self.loss(cfg, volumes, runtime.device),
             score=lambda decoder, planes: self.score(decoder, planes, volumes),
         )
+
+    def train(self, source: Source, volumes: Volumes | None = None, runtime: Runtime | None = None) -> int:
+        """Train what the configuration asks for; returns the exit code. `volumes`: in the place of those that
+        the splits of the people give. Raises UserError.
+        """
+        volumes = open_volumes(source, self.read_volumes) if volumes is None else volumes
+        log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
+        runtime = runtime or open_runtime(source.cfg.train.use_bf16)
+        objective = self.objective(source.cfg, volumes, runtime)
 
         def state(encoder: nn.Module) -> dict[str, Any]:
             return self.state(encoder, source, volumes, runtime)

@@ -140,26 +140,29 @@ def train_arm(
     runtime: Runtime,
     run_log: AnyLog,
     steps_before: int = 0,
+    encoder: VisionTransformer3D | LocalTokens | KeptFeatures | None = None,
 ) -> Trained:
     """Train one decoder, and its encoder where the configuration says so; returns its best epoch on the
-    validation volumes. Raises UserError.
+    validation volumes. `encoder`: in the place of that of the arm's name. Raises UserError.
     """
-    cfg, prefix = source.cfg, "" if name == PRETRAINED else f"{name}/"
+    cfg, prefix, clock = source.cfg, "" if name == PRETRAINED else f"{name}/", time.process_time()
     mean = None
     if name in LOCAL and LOCAL[name] is not None:
         rows = np.unique(volumes.of(TRAIN))
         mean = Neighbourhoods(cfg, volumes.store, rows, runtime).mean(np.ones(len(rows), bool))
-    encoder = encoder_of(name, cfg, source.state, source.url, mean)
+    if encoder is None:
+        encoder = encoder_of(name, cfg, source.state, source.url, mean)
+    module = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
     planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
     units, epochs = batches_of(cfg, volumes)
     calendar = epochs.calendar
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
         decoder = new_decoder(cfg, encoder.feature_width, objective.num_outputs).to(runtime.device)
-    optimizer = _optimizer(encoder, decoder, cfg)
+    optimizer = _optimizer(module, decoder, cfg)
 
     def copies() -> tuple[nn.Module, nn.Module]:
-        kept = encoder if cfg.finetune.encoder == "frozen" else copy.deepcopy(encoder)
+        kept = module if cfg.finetune.encoder == "frozen" else copy.deepcopy(module)
         return kept, copy.deepcopy(decoder)
 
     result, start, losses = Trained(), time.perf_counter(), list[float]()
@@ -174,7 +177,9 @@ def train_arm(
         if calendar.validates(done):
             value, epoch = objective.score(decoder, planes), epochs.number(done)
             line = {"epoch": epoch, "step": done, "loss": float(np.mean(losses)), objective.metric: value}
-            result.history.append(line | {"seconds": round(time.perf_counter() - start, 1)})
+            seconds = {"seconds": round(time.perf_counter() - start, 1)}
+            seconds["processor_seconds"] = round(time.process_time() - clock, 2)
+            result.history.append(line | seconds)
             run_log.metrics(steps_before + done, _named(prefix, {f"val/{objective.metric}": value}))
             losses = []
             result.best.offer((objective.sign * value,), epoch, done, copies)
@@ -190,15 +195,22 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _token_source(
-    encoder: VisionTransformer3D | LocalTokens, cfg: Config, volumes: DenseVolumes, runtime: Runtime
+    encoder: VisionTransformer3D | LocalTokens | KeptFeatures,
+    cfg: Config,
+    volumes: DenseVolumes,
+    runtime: Runtime,
 ) -> KeptFeatures | Callable[[Tensor], Tensor]:
     """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it;
     or a yardstick, which is faster computed than kept.
     """
     if isinstance(encoder, LocalTokens):
         return encoder.to(runtime.device)
-    if cfg.finetune.encoder == "frozen":
-        kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+    if isinstance(encoder, KeptFeatures) or cfg.finetune.encoder == "frozen":
+        kept = (
+            encoder
+            if isinstance(encoder, KeptFeatures)
+            else KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+        )
         kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
         return kept
     encoder.to(runtime.device)

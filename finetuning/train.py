@@ -53,12 +53,16 @@ def train(config: str, overrides: Sequence[str]) -> int:
     refuse_unread(cfg, config, overrides)
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the head, found null")
+    is_dense = cfg.task.kind in DENSE_KINDS
+    if (is_dense or cfg.finetune.encoder == "frozen") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        what = f"task.kind={cfg.task.kind}" if is_dense else "finetune.encoder=frozen"
+        raise UserError(f"{what}: expected one process, found torchrun with several")
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "
             "finetuning.evaluate, with --head too, and finetuning.compare train one a fold"
         )
-    if cfg.task.kind in DENSE_KINDS:
+    if is_dense:
         from finetuning.dense.kinds import KINDS
 
         refuse_another_encoder(source)
@@ -73,8 +77,6 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
         with open_engine(cfg) as runtime:
             return finetune(source, store, cohort, runtime)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("finetune.encoder=frozen: expected one process, found torchrun with several")
     runtime = open_runtime(cfg.train.use_bf16)
     with held_run(cfg, runtime):  # the folder of another run keeps its files
         refuse_another_encoder(source)

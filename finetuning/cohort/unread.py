@@ -35,9 +35,20 @@ DENSE = {
     "head.dropout": "a decoder of layers, voxels or slabs has none",
     "method.drop_path": PLAIN,
     "method.dropout": PLAIN,
-    "augment.": PLAIN,
+    "data.sampling": "each plane is read once an epoch",
+    "task.labels_path": "labels lie on the volumes of the store",
+    "task.id_column": "labels lie on the volumes of the store",
+    "task.label_column": "labels lie on the volumes of the store",
+    "task.unit": "labels lie on the volumes of the store",
+    "train.ckpt_every_epochs": "a checkpoint is after each validation, or train.ckpt_every_steps",
+    "train.keep_epochs": "train.keep_last says how many checkpoints stay",
+    "train.compile": "neither encoder nor decoder is compiled",
 }
-FROZEN_DENSE = {"finetune.layer_decay": "the encoder's layers do not move"}
+FROZEN_DENSE = {
+    "finetune.layer_decay": "the encoder's layers do not move",
+    "train.activation_checkpointing": "the encoder is not trained",
+}
+PLAIN_DENSE = {"augment.": "planes are moved for head.kind=unetr alone"}
 UNREAD: dict[str, Mapping[str, str]] = {
     "frozen": {
         **NEITHER,
@@ -81,6 +92,8 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
     unread = dict(UNREAD[way])
     if cfg.task.kind in DENSE_KINDS and encoder == "frozen":
         unread |= FROZEN_DENSE
+    if cfg.task.kind in DENSE_KINDS and cfg.head.kind != "unetr":
+        unread |= PLAIN_DENSE
     file = OmegaConf.to_container(read_file(path))
     words = OmegaConf.to_container(read_words(overrides))
     for name, part, value in leaves(cfg):

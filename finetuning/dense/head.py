@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.cohort.source import Source
+from finetuning.dense.decoder import UNETR, UnetrDecoder
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.layers.decoder import build_decoder
 from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
@@ -30,13 +31,16 @@ from utils.config.load import config_of_yaml
 from utils.config.schema import Config, StorageOptions
 
 PRETRAINED, RANDOM = "pretrained", "random_init"
-LOCAL = {"27_patches": None, "random_of_27": WIDE}  # yardsticks in an encoder's place -> random features
+ALONE = "voxels_alone"
+# yardsticks in an encoder's place -> random features
+LOCAL = {"27_patches": None, "random_of_27": WIDE, ALONE: 0}
 IMAGE, UNET, GRADER = "image_model", "unet", "second_grader"  # of folds, in no head's file
 LABELS = {
     PRETRAINED: "pre-trained encoder",
     RANDOM: "random initialisation",
     "27_patches": "voxels of 27 tokens, averaged",
     "random_of_27": f"{WIDE:,} random ReLU features of 27 tokens",
+    ALONE: "the same decoder on voxels alone",
     IMAGE: "the same decoder on an image model",
     UNET: "2D U-Net from scratch, equal processor time",
     GRADER: "second grader",
@@ -80,6 +84,8 @@ def encoder_of(
 def new_decoder(cfg: Config, width: int, num_outputs: int) -> nn.Module:
     """The untrained decoder of a configuration."""
     head = cfg.head
+    if head.kind == UNETR:
+        return UnetrDecoder(cfg, width, num_outputs)
     return build_decoder(head.kind, width, num_outputs, cfg.spatial.patch_size, head.hidden, head.voxels)
 
 

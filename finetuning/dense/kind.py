@@ -7,8 +7,9 @@ In: functions of a kind. Out: `Kind`, with which a head is trained, opened and e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.source import Source
+from finetuning.dense.decoder import reads_blocks
 from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import DenseHead, open_dense_head
@@ -30,6 +32,7 @@ from utils.tables import Table
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 Content = dict[str, Any]  # of an answer's file
 Line = dict[str, Any]  # what is measured of a name in a volume
+Predictions = Iterable[tuple[int, np.ndarray]]  # rows and what is predicted of them
 log = logging.getLogger(__name__)
 
 
@@ -46,7 +49,7 @@ class Kind(Generic[Volumes]):
     loss: Callable[[Config, Volumes, torch.device], Callable[[Tensor, Tensor], Tensor]]
     metric: str  # of the validation volumes
     sign: int  # 1 where more of it is better, else -1
-    score: Callable[[nn.Module, Planes, Volumes], float]
+    score: Callable[[Volumes, Predictions], dict[str, float]]  # `metric` and others of the validation volumes
     shown: tuple[str, str]  # title and format of the metric
     # what the head's file has beside dense_state, of the pre-trained arm's encoder
     state: Callable[[nn.Module, Source, Volumes, Runtime], dict[str, Any]]
@@ -80,13 +83,14 @@ class Kind(Generic[Volumes]):
             sign=self.sign,
             planes=self.planes,
             loss=self.loss(cfg, volumes, runtime.device),
-            score=lambda decoder, planes: self.score(decoder, planes, volumes),
+            score=partial(self.score, volumes),
         )
 
     def train(self, source: Source, volumes: Volumes | None = None, runtime: Runtime | None = None) -> int:
         """Train what the configuration asks for; returns the exit code. `volumes`: in the place of those that
         the splits of the people give. Raises UserError.
         """
+        source = replace(source, cfg=reads_blocks(source.cfg))
         volumes = open_volumes(source, self.read_volumes) if volumes is None else volumes
         log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
         runtime = runtime or open_runtime(source.cfg.train.use_bf16)

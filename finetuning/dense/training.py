@@ -3,8 +3,10 @@
 In: what to train for (`Objective`), volumes of three folds, an encoder for each arm. Out: the best decoder
 of each arm on validation, metrics.jsonl and the line on the terminal. A step reads train.global_batch_size
 planes of the token grid, each of one training volume; an epoch has every plane once. All arms start from the
-same weights and see the same planes in the same order. The steps of a second arm follow those of the first,
-and its metrics have its name before theirs.
+same weights and see the same planes in the same order, moved in the same way (finetuning.dense.moves, of the
+decoder that reads voxels at all levels). The steps of a second arm follow those of the first, and its metrics
+have its name before theirs. The same command goes on after a kill, bit for bit on a CPU
+(finetuning.dense.resume).
 
 The encoder is frozen, and its tokens are kept; or finetune.encoder=trained moves it with its decoder, layer
 by layer at different rates (finetuning.heads.tuned). Then a batch is made of whole volumes, since tokens
@@ -15,34 +17,45 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.cohort.source import Source, check_fit
+from finetuning.dense.decoder import UNETR
 from finetuning.dense.folds import DenseVolumes, refuse_overlap
-from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
+from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.layers.planes import Planes
+from finetuning.dense.moves import Moves
+from finetuning.dense.resume import Keeper
 from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.pooled import load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
-from finetuning.heads.epochs import Best, Epochs, hand_over
+from finetuning.heads.epochs import Best, Epochs
+from finetuning.heads.head_file import write_head
 from finetuning.heads.tuned import is_read, layer_groups
 from models.optimizer import warmup_cosine
-from models.vit3d import VisionTransformer3D
+from models.vit3d import VisionTransformer3D, recompute_block
 from utils.config.schema import Config
-from utils.errors import EXIT_FINISHED, UserError
+from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.run.folder import held_run
-from utils.run.log import AnyLog, log_anew
-from utils.runtime.single import Runtime
+from utils.run.log import AnyLog, open_log
+from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
+MOST_VALIDATIONS = 40  # of an arm
+LONGEST_AVERAGE = 0.99  # of the weights that are judged: the share of what was before
+Encoder = VisionTransformer3D | LocalTokens
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
 
@@ -55,15 +68,60 @@ class Objective:
     sign: int  # 1 where more is better, else -1
     planes: type[Planes]
     loss: Callable[[Tensor, Tensor], Tensor]  # of outputs and truth of some planes
-    score: Callable[[nn.Module, Planes], float]  # of the validation volumes
+    score: Callable[[Iterable[tuple[int, np.ndarray]]], dict[str, float]]  # of predicted validation volumes
 
 
 @dataclass
 class Trained:
-    """A trained arm: what was kept of its best epoch, and how it came there."""
+    """A trained arm: what was kept of its best validation, and how it came there."""
 
     best: Best[tuple[nn.Module, nn.Module]] = field(default_factory=Best)  # encoder and decoder
     history: list[dict[str, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # since the last validation
+    step: int = 0  # updates made
+    is_over: bool = False
+
+    def is_tired(self, cfg: Config) -> bool:
+        """Whether finetune.patience validations were no better than the best."""
+        patience = cfg.finetune.patience
+        since = sum(line["step"] > self.best.step for line in self.history)
+        return patience is not None and since >= patience
+
+    def validated(self, epoch: int, scores: Mapping[str, float], seconds: float) -> None:
+        """A line of the history, of the updates since the last one."""
+        own = {f"val_{name}" if name == "loss" else name: value for name, value in scores.items()}
+        line = {"epoch": epoch, "step": self.step, "loss": float(np.mean(self.losses))}
+        self.history.append(line | own | {"seconds": round(seconds, 1)})
+        self.losses = []
+
+    def state_dict(self, cfg: Config) -> dict[str, Any]:
+        """Plain values and tensors for a checkpoint; an encoder that does not move is not among them."""
+        best, modules = self.best, list(self.best.weights or ())
+        if cfg.finetune.encoder == "frozen":
+            modules = modules[1:]
+        return {
+            "best": [list(best.rank), best.epoch, best.step, [m.state_dict() for m in modules]],
+            "history": self.history,
+            "losses": self.losses,
+            "step": self.step,
+            "is_over": self.is_over,
+        }
+
+    @classmethod
+    def of_state(
+        cls, state: Mapping[str, Any], encoder: nn.Module, decoder: nn.Module, where: str
+    ) -> Trained:
+        """As it was saved; `encoder` and `decoder` give the shapes."""
+        rank, epoch, step, weights = state["best"]
+        best: Best[tuple[nn.Module, nn.Module]] = Best(tuple(rank), epoch, step)
+        if weights:
+            modules = [encoder, copy.deepcopy(decoder)]
+            if len(weights) == len(modules):
+                modules[0] = copy.deepcopy(encoder)
+            for module, own in zip(modules[-len(weights) :], weights, strict=True):
+                load_strictly(module, own, where)
+            best.weights = (modules[0], modules[1])
+        return cls(best, list(state["history"]), list(state["losses"]), state["step"], state["is_over"])
 
     def facts(self, objective: Objective) -> dict[str, Any]:
         """What the head's file says of it."""
@@ -76,10 +134,14 @@ class Trained:
 
 
 def arms_of(cfg: Config) -> tuple[str, ...]:
-    """The encoders that decoders are trained on."""
+    """The encoders that decoders are trained on; a decoder that reads voxels at all levels needs no others
+    than those of voxels alone beside it.
+    """
     if not cfg.finetune.against_random:
         return (PRETRAINED,)
-    return PRETRAINED, RANDOM, *(LOCAL if cfg.finetune.encoder == "frozen" else ())
+    if cfg.finetune.encoder == "trained":
+        return PRETRAINED, RANDOM
+    return PRETRAINED, RANDOM, *([ALONE] if cfg.head.kind == UNETR else [n for n in LOCAL if n != ALONE])
 
 
 def open_volumes(source: Source, read: Callable[[Config, PreparedStore], Volumes]) -> Volumes:
@@ -105,18 +167,30 @@ def train_head(
 
     `shown`: title and format of the metric in the printed table. Raises UserError.
     """
-    cfg = source.cfg
-    total = len(arms_of(cfg)) * batches_of(cfg, volumes)[1].calendar.total
+    cfg, names = source.cfg, arms_of(source.cfg)
+    total = len(names) * batches_of(cfg, volumes)[1].calendar.total
     synthetic = bool(volumes.store.attrs["synthetic"])
-    with held_run(cfg, runtime), log_anew(cfg, total, synthetic=synthetic) as run_log:
-        trained: dict[str, Trained] = {}
-        for name in arms_of(cfg):
-            steps_before = sum(int(arm.history[-1]["step"]) for arm in trained.values())
-            trained[name] = train_arm(name, source, volumes, objective, runtime, run_log, steps_before)
-        validation = {name: arm.facts(objective) for name, arm in trained.items()}
-        arms = {name: arm.best.weights for name, arm in trained.items() if arm.best.weights is not None}
-        state = dense_state(source, volumes.store, volumes, arms, validation)
-        url = hand_over(cfg, state | more(arms[PRETRAINED][0]), runtime, run_log)
+    runtime.catch_signals()
+    trained: dict[str, Trained] = {}
+    with held_run(cfg, runtime) as leases:
+        keeper = Keeper(source, volumes, runtime, total, leases)
+        with open_log(cfg, runtime, keeper.step, total, synthetic=synthetic) as run_log:
+            try:
+                for name in names:
+                    steps_before = sum(arm.step for arm in trained.values())
+                    parts = source, volumes, objective, runtime, run_log, steps_before, keeper
+                    trained[name] = train_arm(name, *parts)
+            except StopRequested:
+                how = "stopped by %s at step %d of %d; run the same command again to go on"
+                log.info(how, runtime.stopped_by, keeper.step, total)
+                return EXIT_STOPPED
+            finally:
+                keeper.checkpoints.close()
+            validation = {name: arm.facts(objective) for name, arm in trained.items()}
+            arms = {name: arm.best.weights for name, arm in trained.items() if arm.best.weights is not None}
+            state = dense_state(source, volumes.store, volumes, arms, validation)
+            url = write_head(cfg, state | more(arms[PRETRAINED][0]))
+            run_log.artifact("head", url)
     print(format_arms(validation, *shown, objective.metric))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
@@ -129,7 +203,13 @@ def batches_of(cfg: Config, volumes: DenseVolumes) -> tuple[list[list[tuple[int,
         units = [[(row, plane) for plane in planes] for row in rows]
     else:
         units = [[(row, plane)] for row in rows for plane in planes]
-    return units, Epochs.of(cfg, len(units), len(units[0]))
+    epochs = Epochs.of(cfg, len(units), len(units[0]))
+    calendar = epochs.calendar
+    # a validation after every epoch, but of small cohorts, whose epochs are few updates
+    apart = calendar.epoch * math.ceil(calendar.total / calendar.epoch / MOST_VALIDATIONS)
+    apart = cfg.train.val_every_steps or apart
+    saves = cfg.train.ckpt_every_steps or apart
+    return units, replace(epochs, calendar=replace(calendar, validate_every=apart, save_every=saves))
 
 
 def train_arm(
@@ -140,54 +220,146 @@ def train_arm(
     runtime: Runtime,
     run_log: AnyLog,
     steps_before: int = 0,
-    encoder: VisionTransformer3D | LocalTokens | KeptFeatures | None = None,
+    keeper: Keeper | None = None,
+    encoder: Encoder | KeptFeatures | None = None,
 ) -> Trained:
-    """Train one decoder, and its encoder where the configuration says so; returns its best epoch on the
-    validation volumes. `encoder`: in the place of that of the arm's name. Raises UserError.
+    """Train one decoder, and its encoder where the configuration says so; returns its best on the validation
+    volumes. `encoder`: in the place of that of the arm's name. With `keeper` it is saved, and goes on where
+    it was. Raises UserError, and StopRequested.
     """
-    cfg, prefix, clock = source.cfg, "" if name == PRETRAINED else f"{name}/", time.process_time()
-    mean = None
-    if name in LOCAL and LOCAL[name] is not None:
-        rows = np.unique(volumes.of(TRAIN))
-        mean = Neighbourhoods(cfg, volumes.store, rows, runtime).mean(np.ones(len(rows), bool))
+    cfg, clock = source.cfg, time.process_time()
     if encoder is None:
-        encoder = encoder_of(name, cfg, source.state, source.url, mean)
-    module = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
-    planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
-    units, epochs = batches_of(cfg, volumes)
-    calendar = epochs.calendar
+        encoder = encoder_of(name, cfg, source.state, source.url, _mean_of(name, source, volumes, runtime))
+    module: Any = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
         decoder = new_decoder(cfg, encoder.feature_width, objective.num_outputs).to(runtime.device)
-    optimizer = _optimizer(module, decoder, cfg)
-
-    def copies() -> tuple[nn.Module, nn.Module]:
-        kept = module if cfg.finetune.encoder == "frozen" else copy.deepcopy(module)
-        return kept, copy.deepcopy(decoder)
-
-    result, start, losses = Trained(), time.perf_counter(), list[float]()
-    for step, places in epochs.batches():
-        chosen, done = [pair for place in places for pair in units[place]], step + 1
-        rate = warmup_cosine(cfg.optim, step, calendar.total)
-        losses.append(_step(decoder, optimizer, objective, planes.batch(chosen), cfg, rate))
+    state, where = None if keeper is None else keeper.of_arm(name), str(cfg.train.ckpt_dir)
+    result = Trained() if state is None else Trained.of_state(state["trained"], module, decoder, where)
+    if result.is_over:
+        return result
+    planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
+    moving = Moving.of(cfg, module, decoder)
+    if state is not None:
+        moving.load(state["moving"])
+    if keeper is not None:
+        keeper.enter(name, lambda: {"moving": moving.state_dict(), "trained": result.state_dict(cfg)})
+    start, prefix = time.perf_counter(), "" if name == PRETRAINED else f"{name}/"
+    # ---- loop: update, log, validate, save
+    units, epochs = batches_of(cfg, volumes)
+    calendar = epochs.calendar
+    for step, places in epochs.batches(result.step):
+        if keeper is not None:
+            keeper.stop_if_asked()
+        done, rate = step + 1, warmup_cosine(cfg.optim, step, calendar.total)
+        chosen = [units[place] for place in places]
+        loss = train_step(moving, objective, planes, chosen, cfg, runtime, step, rate)
+        result.losses.append(loss)
+        result.step = done
         run_log.advance()
         if calendar.logs(done):
-            values = {"train/loss": losses[-1], "train/lr": rate}
-            run_log.metrics(steps_before + done, _named(prefix, values))
+            run_log.metrics(steps_before + done, _named(prefix, {"train/loss": loss, "train/lr": rate}))
         if calendar.validates(done):
-            value, epoch = objective.score(decoder, planes), epochs.number(done)
-            line = {"epoch": epoch, "step": done, "loss": float(np.mean(losses)), objective.metric: value}
-            seconds = {"seconds": round(time.perf_counter() - start, 1)}
-            seconds["processor_seconds"] = round(time.process_time() - clock, 2)
-            result.history.append(line | seconds)
-            run_log.metrics(steps_before + done, _named(prefix, {f"val/{objective.metric}": value}))
-            losses = []
-            result.best.offer((objective.sign * value,), epoch, done, copies)
-            if epochs.is_over(done, [result.best]):
-                break
+            scores = validate(moving.judged, planes, volumes.of(VAL), objective)
+            run_log.metrics(steps_before + done, _named(f"{prefix}val/", scores))
+            result.validated(epochs.number(done), scores, time.perf_counter() - start)
+            result.history[-1]["processor_seconds"] = round(time.process_time() - clock, 2)
+            value = objective.sign * scores[objective.metric]
+            result.best.offer((value,), epochs.number(done), done, moving.copies)
+        if keeper is not None:
+            keeper.step = steps_before + done
+            if calendar.saves(done) and done < calendar.total:
+                keeper.save()
+        if result.is_tired(cfg):
+            break
     if result.best.weights is None:
         raise UserError(f"optim.base_lr: expected one that trains, found no numbers with {cfg.optim.base_lr}")
+    result.is_over = True
+    if keeper is not None:
+        keeper.leave(name, result.state_dict(cfg))
     return result
+
+
+@dataclass
+class Moving:
+    """What an update moves. With a frozen encoder a running mean of the decoder's weights is judged."""
+
+    encoder: Encoder
+    decoder: nn.Module
+    optimizer: torch.optim.AdamW
+    average: AveragedModel | None
+    is_trained: bool  # the encoder
+
+    @classmethod
+    def of(cls, cfg: Config, encoder: Encoder, decoder: nn.Module) -> Moving:
+        """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that
+        is trained, have the full rate.
+        """
+        is_trained, optim = cfg.finetune.encoder == "trained", cfg.optim
+        body = encoder if is_trained and isinstance(encoder, VisionTransformer3D) else None
+        groups = layer_groups(body, decoder, optim.weight_decay, cfg.finetune.layer_decay)
+        optimizer = torch.optim.AdamW(groups, lr=optim.base_lr, betas=optim.betas, eps=optim.eps)
+        has_mean = cfg.head.kind == UNETR and not is_trained
+        average = AveragedModel(decoder, avg_fn=_averaged) if has_mean else None
+        return cls(encoder, decoder, optimizer, average, is_trained)
+
+    @property
+    def judged(self) -> nn.Module:
+        return self.decoder if self.average is None else self.average.module
+
+    def copies(self) -> tuple[nn.Module, nn.Module]:
+        """Encoder and decoder as they are now."""
+        return copy.deepcopy(self.encoder) if self.is_trained else self.encoder, copy.deepcopy(self.judged)
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        values = {"decoder": self.decoder, "optimizer": self.optimizer, "average": self.average}
+        values |= {"encoder": self.encoder if self.is_trained else None}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.state_dict() for name, value in self.parts().items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, value in self.parts().items():
+            value.load_state_dict(state[name])
+
+    def update(self, rate: float, clip: float) -> None:
+        """Move by the gradients."""
+        moved = [p for group in self.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(moved, clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["rate_share"]
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.decoder)
+
+
+def _averaged(average: Tensor, value: Tensor, count: Tensor | int) -> Tensor:
+    """Weights averaged over the last updates: over all of them at first, over about a hundred later."""
+    return torch.lerp(value, average, min(LONGEST_AVERAGE, float(count / (count + 10))))
+
+
+def _mean_of(name: str, source: Source, volumes: DenseVolumes, runtime: Runtime) -> Tensor | None:
+    """The mean of the training volumes, which random features are centred on."""
+    if not LOCAL.get(name):
+        return None
+    rows = np.unique(volumes.of(TRAIN))
+    return Neighbourhoods(source.cfg, volumes.store, rows, runtime).mean(np.ones(len(rows), bool))
+
+
+def validate(decoder: nn.Module, planes: Planes, rows: np.ndarray, objective: Objective) -> dict[str, float]:
+    """The scores of these volumes, and their loss."""
+    losses: list[float] = []
+
+    def predicted() -> Iterator[tuple[int, np.ndarray]]:
+        for row in map(int, rows):
+            values, loss = planes.judge(decoder, row, objective.loss)
+            losses.append(loss)
+            yield row, values
+
+    scores = objective.score(predicted())
+    return {"loss": float(np.mean(losses))} | scores
 
 
 def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
@@ -195,7 +367,7 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _token_source(
-    encoder: VisionTransformer3D | LocalTokens | KeptFeatures,
+    encoder: Encoder | KeptFeatures,
     cfg: Config,
     volumes: DenseVolumes,
     runtime: Runtime,
@@ -214,6 +386,8 @@ def _token_source(
         kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
         return kept
     encoder.to(runtime.device)
+    if cfg.train.activation_checkpointing:
+        encoder.recompute = recompute_block
     for name, parameter in encoder.named_parameters():
         parameter.requires_grad_(is_read(encoder, name))
 
@@ -224,38 +398,44 @@ def _token_source(
     return tokens_of
 
 
-def _optimizer(encoder: nn.Module, decoder: nn.Module, cfg: Config) -> torch.optim.AdamW:
-    """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that is
-    trained, have the full rate.
-    """
-    moved = None
-    if cfg.finetune.encoder == "trained":
-        assert isinstance(encoder, VisionTransformer3D)
-        moved = encoder
-    groups = layer_groups(moved, decoder, cfg.optim.weight_decay, cfg.finetune.layer_decay)
-    return torch.optim.AdamW(groups, lr=cfg.optim.base_lr, betas=cfg.optim.betas, eps=cfg.optim.eps)
-
-
-def _step(
-    decoder: nn.Module,
-    optimizer: torch.optim.AdamW,
+def train_step(
+    moving: Moving,
     objective: Objective,
-    batch: tuple[Tensor, Tensor, Tensor],
+    planes: Planes,
+    chosen: Sequence[list[tuple[int, int]]],
     cfg: Config,
+    runtime: Runtime,
+    step: int,
     rate: float,
 ) -> float:
-    """One update with tokens, voxels and truth, at this learning rate; returns the loss."""
-    tokens, voxels, truth = batch
-    decoder.train()
-    optimizer.zero_grad()
-    loss = objective.loss(decoder(tokens, voxels), truth)
-    loss.backward()
-    moved = [p for group in optimizer.param_groups for p in group["params"]]
-    nn.utils.clip_grad_norm_(moved, cfg.optim.clip_grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group["rate_share"]
-    optimizer.step()
-    return float(loss.detach())
+    """Update number `step` at this rate with units of planes, as many at once as train.per_core_batch_size
+    allows; returns the loss.
+    """
+    count, moves = sum(map(len, chosen)), None
+    if cfg.head.kind == UNETR and cfg.augment.strength > 0:
+        moves = Moves.draw((cfg.seed, step), count, cfg.augment.strength, runtime.device)
+    moving.decoder.train()
+    moving.optimizer.zero_grad()
+    total, at_once, first = 0.0, max(1, cfg.train.per_core_batch_size // len(chosen[0])), 0
+    for place in range(0, len(chosen), at_once):
+        pairs = [pair for unit in chosen[place : place + at_once] for pair in unit]
+        own = None if moves is None else moves.of(range(first, first + len(pairs)))
+        tokens, voxels, truth = planes.batch(pairs, own)
+        with runtime.autocast(), drawn(cfg.seed, step, first, runtime.device):
+            outputs = moving.decoder(tokens, voxels).float()
+        loss = objective.loss(outputs, truth) * (len(pairs) / count)
+        loss.backward()
+        total, first = total + float(loss.detach()), first + len(pairs)
+    moving.update(rate, cfg.optim.clip_grad_norm)
+    return total
+
+
+@contextmanager
+def drawn(seed: int, step: int, first: int, device: torch.device) -> Iterator[None]:
+    """What a decoder draws here is of the update and the place of its first plane alone."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(int(np.random.SeedSequence([seed, step, first]).generate_state(1)[0]))
+        yield
 
 
 def format_arms(validation: Mapping[str, Mapping[str, Any]], title: str, form: str, metric: str) -> str:

@@ -43,7 +43,7 @@ from utils import storage
 from utils.config.load import flatten, keys_of_features
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.runtime.single import Runtime
+from utils.runtime.single import Runtime, StopRequested
 from utils.terminal import track
 
 FORMAT_VERSION = 1
@@ -141,6 +141,8 @@ class KeptFeatures:
             with self.runtime.autocast():
                 tokens = encoder(plain_view(on_device))
             yield of_batch, tokens.float(), on_device["context_valid"]
+            if self.runtime.stop_requested:  # what is asked after SIGTERM; what is computed is kept
+                raise StopRequested
 
     def _keep(self, kind: Kind, rows: np.ndarray) -> None:
         """Compute what is missing, and write it batch by batch."""

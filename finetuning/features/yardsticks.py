@@ -121,7 +121,9 @@ class LocalTokens(nn.Module):
     bias: Tensor
 
     def __init__(self, cfg: Config, width: int | None = None, mean: Tensor | None = None) -> None:
-        """`width`: of random ReLU features; None: the voxels. `mean` [27 v]: of the training volumes."""
+        """`width`: of random ReLU features; 0: no tokens; None: the voxels. `mean` [27 v]: of the training
+        volumes.
+        """
         super().__init__()
         self.patch, self.grid, self.is_random = cfg.spatial.patch_size, cfg.grid, width is not None
         numbers = NEIGHBOURS * math.prod(map(min, self.patch, AVERAGED))
@@ -136,6 +138,8 @@ class LocalTokens(nn.Module):
 
     @torch.no_grad()
     def forward(self, view_BCDHW: Tensor) -> Tensor:
+        if not self.width:
+            return view_BCDHW.new_zeros(len(view_BCDHW), math.prod(self.grid), 0)
         return self.features(around(averaged(view_BCDHW[:, 0], self.patch), self.grid))
 
     def features(self, around_BNF: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Epochs of a trainer that is not resumed: its batches, its best epoch, when patience ends, what it leaves.
+"""Epochs of a trainer of heads: its batches, its best epoch, when patience ends, what it leaves.
 
 In: a configuration and how many examples there are. Out: the places of each batch, in an order of each epoch
 that the seed decides; the weights of the best epoch; `head.pt` in a run directory with a log.
@@ -40,11 +40,11 @@ class Epochs:
         size = min(cfg.train.global_batch_size // volumes, count)
         return cls(cfg, count, size, Calendar.of_epochs(cfg, math.ceil(count / size)))
 
-    def batches(self) -> Iterator[tuple[int, np.ndarray]]:
-        """For every update its number, from 0, and the places of its examples."""
-        for step in range(self.calendar.total):
+    def batches(self, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
+        """For every update from `start` its number, from 0, and the places of its examples."""
+        for step in range(start, self.calendar.total):
             epoch, place = divmod(step, self.calendar.epoch)
-            if place == 0:
+            if place == 0 or step == start:
                 order = np.random.default_rng([self.cfg.seed, epoch]).permutation(self.count)
             yield step, order[place * self.size : (place + 1) * self.size]
 

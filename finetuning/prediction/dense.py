@@ -42,10 +42,11 @@ from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 TITLE_INCH = 10 * 1.2 / 72  # of a line of a title
-FOOTER = (
-    "Lines: surfaces that the head learnt from a device's software, labels of a machine, not truth. Where "
-    "the device of this scan marks no such surface, nobody has measured the line."
-)
+FOOTERS = {  # by who drew the heights that the head learnt from
+    "device": "Lines: surfaces that the head learnt from a device's software, labels of a machine, not "
+    "truth. Where the device of this scan marks no such surface, nobody has measured the line.",
+    "labels": "Lines: surfaces that the head learnt from the files of label_surfaces.",
+}
 
 
 class DensePredictor:
@@ -160,7 +161,7 @@ class SurfacePredictor(DensePredictor):
             bars={},
             bars_title="",
             warnings=line["warnings"],
-            footer=FOOTER,
+            footer=FOOTERS[self.head.state.get("truth", "device")],  # heads of before do not say
             volume=volume.voxels,
             spacing_mm=spacing,
             valid_box=volume.valid_box.astype(int).tolist(),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,23 +31,26 @@ from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
 from finetuning.dense import kind as kind_module
-from finetuning.dense import kinds
+from finetuning.dense import kinds, training
+from finetuning.dense.decoder import UnetrDecoder
 from finetuning.dense.evaluation import answer, evaluate, markdown
 from finetuning.dense.examined import NOT_ASKED, Examined
-from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, encoder_of
-from finetuning.dense.layers.decoder import build_decoder, heights_of, surface_loss
+from finetuning.dense.head import ALONE, PRETRAINED, RANDOM, encoder_of
+from finetuning.dense.layers.decoder import build_decoder, heights_of, layer_loss, surface_loss
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import LAYERS, validation_error
 from finetuning.dense.layers.metrics import boundary_error_um
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
+from finetuning.dense.moves import Moves
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
-from utils.checkpoint import CheckpointError
+from tests.support.process_factory import metrics
+from utils.checkpoint import CheckpointError, load_checkpoint
 from utils.config.schema import StorageOptions
-from utils.errors import ConfigError, UserError
+from utils.errors import EXIT_STOPPED, ConfigError, UserError
 from utils.report.tables import layers_tables
 from utils.report.volumes import load_layers
 
@@ -94,8 +99,8 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     folder, text = evaluated
     content = json.loads((folder / "layers.json").read_text())
     overall = {name: part["value"] for name, part in content["overall"].items()}
-    assert set(overall) == {PRETRAINED, RANDOM, *LOCAL, "mean_heights"}
-    free = min((*LOCAL, "mean_heights"), key=overall.__getitem__)
+    assert set(overall) == {PRETRAINED, RANDOM, ALONE, "mean_heights"}
+    free = min((ALONE, "mean_heights"), key=overall.__getitem__)
     assert content["against_free"]["against"] == free
     assert content["against_free"]["value"] == pytest.approx(overall[free] - overall[PRETRAINED])
     assert re.search(r" (The head .*|No difference shown: )", content["verdict"])
@@ -109,9 +114,8 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     head = LAYERS.open_head(str(trained), StorageOptions())
     first, second = (arm.encoder.state_dict()["patch_embed.proj.weight"] for arm in head.arms[:2])
     assert not torch.equal(first, second)
-    voxels, random = (arm.encoder for arm in head.arms[2:])
-    assert not voxels.mean.any()
-    assert random.mean.any()  # of the training volumes, from the head's file
+    assert head.cfg.model.feature_blocks == [1, 2]  # of an encoder of two blocks
+    assert [arm.encoder.feature_width for arm in head.arms] == [96, 96, 0]
     history = head.state["validation"][PRETRAINED]["history"]
     assert min(line["error_um"] for line in history) == head.state["validation"][PRETRAINED]["error_um"]
 
@@ -119,7 +123,10 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
 def test_the_last_update_of_every_arm_has_the_least_rate(trained: Path) -> None:
     optim = LAYERS.open_head(str(trained), StorageOptions()).cfg.optim
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    for prefix in ("", f"{RANDOM}/"):
+    for prefix in ("", f"{RANDOM}/", f"{ALONE}/"):
+        validations = [row for row in rows if f"{prefix}val/loss" in row]
+        assert len(validations) == 6  # of 24 updates, an epoch of four each
+        assert all({f"{prefix}val/{name}" for name in ("error_um", "dice")} < set(row) for row in validations)
         rates = [row[f"{prefix}train/lr"] for row in rows if f"{prefix}train/lr" in row]
         assert rates[-1] == pytest.approx(optim.min_lr_ratio * optim.base_lr)
 
@@ -152,11 +159,65 @@ def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Pa
 def test_the_best_epoch_is_kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three epochs the second is best."""
     errors = iter([3.0, 1.0, 2.0])
-    monkeypatch.setitem(kinds.KINDS, "layers", replace(LAYERS, score=lambda *_: next(errors)))
+    score = lambda _, predicted: {"error_um": next(errors) + 0 * len(list(predicted))}  # noqa: E731
+    monkeypatch.setitem(kinds.KINDS, "layers", replace(LAYERS, score=score))
     words = ["train.max_steps=12", "finetune.against_random=false", "head.kind=linear", "head.voxels=false"]
     assert train_command.train(str(CONFIG), overrides(world, tmp_path, *words)) == 0
     kept = LAYERS.open_head(str(tmp_path), StorageOptions()).state
     assert (kept["validation"][PRETRAINED]["epoch"], kept["step"]) == (2, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "stops"),
+    [
+        (("train.ckpt_every_steps=2",), (3, 8)),  # the second in the second arm
+        (("finetune.encoder=trained", "train.per_core_batch_size=2", "optim.base_lr=1e-3"), (3,)),
+        (("head.kind=linear", "head.voxels=false", "train.val_every_steps=2"), (2,)),
+    ],
+)
+def test_a_run_that_was_stopped_equals_one_that_was_not(
+    world: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    stops: tuple[int, ...],
+) -> None:
+    """SIGTERM, then the same command: the same weights and moments, bit for bit, and the same metrics."""
+    settings = [*words, "train.max_steps=5", "train.keep_last=99"]
+    assert train_command.train(str(CONFIG), overrides(world, tmp_path / "whole", *settings)) == 0
+    real, updates = training.train_step, 0
+
+    def step(*arguments: Any) -> float:
+        nonlocal updates
+        updates += 1
+        if updates in stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(training, "train_step", step)
+    run = overrides(world, tmp_path / "stopped", *settings)
+    for number in stops:
+        assert train_command.train(str(CONFIG), run) == EXIT_STOPPED
+        assert (tmp_path / "stopped" / "checkpoints" / f"step_{number:08d}.pt").exists()
+    assert train_command.train(str(CONFIG), run) == 0
+    whole, stopped = (load_states(tmp_path / name) for name in ("whole", "stopped"))
+    torch.testing.assert_close(stopped, whole, rtol=0, atol=0)
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    made = updates
+    assert train_command.train(str(CONFIG), run) == 0  # nothing is left to do
+    assert updates == made
+    with pytest.raises(UserError, match=r"a run of .* updates, which its rates rest on"):
+        train_command.train(str(CONFIG), [*run, "train.max_steps=7"])
+
+
+def load_states(run: Path) -> list[Any]:
+    """All that the last checkpoint has of each arm, but the seconds that it took; and the head's decoders."""
+    last = max((run / "checkpoints").glob("step_*.pt"))
+    arms = load_checkpoint(str(last))["arms"]
+    for arm in arms.values():
+        for line in arm["trained"]["history"]:
+            line["seconds"] = 0.0
+    return [arms, load_checkpoint(str(run / "checkpoints" / "head.pt"))["arms"]]
 
 
 def test_what_is_asked_again_is_no_look(
@@ -318,6 +379,38 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     np.testing.assert_array_equal(chosen.read(other), volumes.read(other)[[0, 9]])
 
 
+OWN = {"RNFL/GCL": "RNFL_GCL", "IPL/INL": "IPL INL", "ELM": "Aussengrenze", "IS/OS": "EZ", "CSI": "9"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "expected"),
+    [
+        (lambda own: own, (), "ILM RNFL_GCL GCL IPL~INL OPL Aussengrenze EZ OS/RPE RPE BM 9"),
+        (lambda own: own, ("task.names=[ILM,EZ]",), "ILM EZ"),
+        (lambda own: own if len(own) < 10 else (*own[1::-1], *own[2:]), (), r"expected one order .* in all"),
+        (
+            lambda own: own,
+            ("task.names=[EZ,ILM]",),
+            "expected surfaces from the vitreous down, found ILM above",
+        ),
+    ],
+)
+def test_surfaces_of_label_files_keep_their_names_and_order(
+    world: Path, monkeypatch: pytest.MonkeyPatch, change: Any, words: tuple[str, ...], expected: str
+) -> None:
+    """Names that no device knows are as good as others; files that disagree, or run upwards, are refused."""
+    stored = StoredHeights.names
+    monkeypatch.setattr(
+        StoredHeights, "names", lambda self, row: change(tuple(OWN.get(n, n) for n in stored(self, row)))
+    )
+    monkeypatch.setattr(StoredHeights, "source", OF_LABELS)
+    if expected.startswith("expected"):
+        with pytest.raises(UserError, match=r"task\.names: " + expected):
+            volumes_of(world, *words)
+        return
+    assert volumes_of(world, *words).names == tuple(n.replace("~", " ") for n in expected.split(" "))
+
+
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_what_lies_on_volumes_is_no_label(world: Path, kind: str) -> None:
     """Commands that compare labels say who takes this kind."""
@@ -392,7 +485,9 @@ def test_an_encoder_is_trained_with_its_decoder(
     """
     seen: list[list[tuple[int, int]]] = []
     whole = Planes.batch
-    monkeypatch.setattr(Planes, "batch", lambda self, chosen: (seen.append(chosen), whole(self, chosen))[1])
+    monkeypatch.setattr(
+        Planes, "batch", lambda self, chosen, *m: (seen.append(chosen), whole(self, chosen, *m))[1]
+    )
     words = overrides(world, tmp_path / "tuned", "train.max_steps=4", "finetune.encoder=trained")
     assert train_command.main(["--config", str(CONFIG), *words]) == 0
     source = open_source(str(CONFIG), words)
@@ -413,7 +508,8 @@ def test_an_encoder_is_trained_with_its_decoder(
         assert [name for name in start if torch.equal(start[name], end[name])] == []
         kept = KeptFeatures(arm.encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
         reader = Planes(head.cfg, kept, volumes, RUNTIME.device)
-        error = validation_error(arm.decoder, reader, volumes)
+        predicted = [(row, reader.predict(arm.decoder, row)) for row in map(int, volumes.of(VAL))]
+        error = validation_error(volumes, predicted)["error_um"]
         assert error == pytest.approx(head.state["validation"][arm.name]["error_um"], rel=2e-2)
     text = evaluate(LAYERS, str(tmp_path / "tuned"), [f"run.dir={tmp_path}"])
     assert "The encoder of each arm was trained with its decoder." in text
@@ -438,8 +534,14 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kind", "word", "message"),
     [
-        ("layers", "head.kind=mlp", "head.kind: expected linear or upsampling with task.kind layers"),
+        ("layers", "head.kind=mlp", "head.kind: expected linear, upsampling or unetr with task.kind"),
         ("layers", "head.kind=linear", "head.voxels: expected false with head.kind linear"),
+        ("layers", "head.voxels=false", "head.voxels: expected true with head.kind unetr"),
+        ("layers", "data.sampling=device_balanced", r"data\.sampling: expected its default natural"),
+        ("layers", "train.ckpt_every_epochs=2", "expected its default 5 .* a checkpoint is after each"),
+        ("layers", "train.activation_checkpointing=true", "expected its default False"),
+        ("layers", "task.label_column=x", "labels lie on the volumes of the store"),
+        ("translation", "train.compile=true", "neither encoder nor decoder is compiled"),
         ("layers", "task.names=[ILM]", "task.names: expected null, or 2 or more different names"),
         ("layers", "eval.protocol=crossfit", "eval.protocol: expected official"),
         ("layers", "task.kind=classification", "head.kind: expected linear, mlp or attentive"),
@@ -483,6 +585,86 @@ def test_an_upsampling_decoder_reads_voxels_where_asked(voxels: bool) -> None:
     assert not torch.equal(decoder(tokens + torch.arange(6.0), seen), logits)
     surface_loss(logits, torch.full((2, 3, 2, 32), 4.0)).backward()
     assert all(p.grad is not None for p in decoder.parameters())
+
+
+def unetr(width: int = 6) -> tuple[UnetrDecoder, torch.Tensor, torch.Tensor]:
+    """A decoder of three surfaces with tokens [2, 8, 4, width] and voxels [2, d, 64, 64]; column stride 2."""
+    words = ["task.kind=layers", "head.kind=unetr", "head.voxels=true", "head.hidden=4"]
+    geometry = ["spatial.patch_size=[2,8,16]", "spatial.image_size=[4,64,64]"]
+    cfg = config(Path("nowhere"), *words, *geometry, "spatial.target_spacing=[0.1,0.03,0.045]")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, 8, 4, width, generator=generator)
+    torch.manual_seed(0)
+    return UnetrDecoder(cfg, width, 3), tokens, torch.randn(2, 2, 64, 64, generator=generator)
+
+
+@pytest.mark.parametrize("width", [6, 0])
+def test_a_unetr_decoder_reads_tokens_and_the_whole_height(width: int) -> None:
+    """In training at the columns that it reads, with the layers as classes; a B-scan reads itself alone."""
+    decoder, tokens, voxels = unetr(width)
+    torch.manual_seed(1)  # which B-scans' tokens are read in training
+    logits = decoder(tokens, voxels)
+    assert logits.shape == (2, 6, 2, 64, 32)
+    surface_loss(logits, torch.linspace(5, 50, 3).reshape(3, 1, 1).expand(2, 3, 2, 64)).backward()
+    assert all(p.grad is not None for p in decoder.parameters())
+    before = decoder.eval()(tokens, voxels)
+    assert before.shape == (2, 3, 2, 64, 64)
+    changed = voxels.clone()
+    changed[0, 1, 60] += 5
+    differs = (decoder(tokens, changed) != before).nonzero()
+    assert {tuple(pair) for pair in differs[:, [0, 2]].tolist()} == {(0, 1)}
+    assert differs[:, 3].min() == 0  # 60 rows above
+    assert torch.equal(decoder(tokens + torch.arange(float(width)), voxels), before) is (width == 0)
+    mirrored = decoder(tokens.flip(2), voxels.flip(3)).flip(4)
+    torch.testing.assert_close(mirrored, before)
+
+
+def test_layers_between_surfaces_are_classes_too() -> None:
+    """The loss of classes is 0 where they are certain, and knows nothing of A-scans with a gap."""
+    truth = torch.tensor([[2.5, 5.0], [4.0, torch.nan]]).reshape(1, 2, 1, 2)
+    place = torch.zeros(1, 2, 1, 8, 2)
+    place[0, 1, 0, 3:4] = 1  # voxel 3 alone lies between them
+    certain = 60 * (2 * torch.stack([1 - place[:, 1], place[:, 1]], dim=1) - 1)
+    assert layer_loss(certain, truth).item() == pytest.approx(0, abs=1e-4)
+    logits = torch.zeros_like(certain, requires_grad=True)
+    layer_loss(logits, truth).backward()
+    assert logits.grad is not None
+    assert bool((logits.grad[..., 0] != 0).all())
+    assert bool((logits.grad[..., 1] == 0).all())
+
+
+def test_truth_and_tokens_move_with_the_voxels() -> None:
+    """Voxels that know their surface know it after; unknown heights stay unknown, and what is outside is."""
+    size, width, count = 64, 48, 5
+    moves = Moves.draw((0, 3), count, 1.0, torch.device("cpu"))
+    assert torch.equal(Moves.draw((0, 3), count, 1.0, torch.device("cpu")).theta_B23, moves.theta_B23)
+    assert not torch.equal(Moves.draw((0, 4), count, 1.0, torch.device("cpu")).theta_B23, moves.theta_B23)
+    assert len({row.sign().item() for row in moves.theta_B23[:, 0, 0]}) == 2
+    plain = replace(moves, gain_B3=torch.tensor([[1.0, 0, 0]]).expand(count, 3), is_blurred=False)
+    columns = torch.arange(width)
+    truth = (30 + 5 * torch.sin(columns / 7)).expand(count, 1, 2, width).clone()
+    rows = torch.arange(size).float()[:, None]
+    depth = plain.voxels((rows - truth[:, 0, :, None]).contiguous())  # 0 at the surface
+    heights = plain.heights(truth, size)[:, 0]
+    inside = (heights > 1) & (heights < size - 2)
+    assert inside.float().mean() > 0.8
+    low = heights.nan_to_num().clamp(0, size - 2).long().unsqueeze(2)
+    share = heights.nan_to_num().unsqueeze(2) - low
+    at = torch.lerp(depth.gather(2, low), depth.gather(2, low + 1), share)[:, :, 0]
+    assert at[inside].abs().mean() < 0.3
+    gap = torch.where(columns < 20, torch.nan, truth)
+    assert (plain.heights(gap, size).isnan().sum() > 100).item()
+    classes = (rows > truth[:, 0, :, None]).to(torch.uint8)
+    moved = plain.classes(classes, 255)
+    assert moved.dtype == torch.uint8
+    known = moved != 255
+    assert ((depth > 0) == (moved == 1))[known].float().mean() > 0.97
+    outside = plain.columns(truth).isnan()[:, 0]
+    assert torch.equal(outside, (moved == 255).all(dim=2))
+    tokens = plain.tokens(torch.arange(8.0)[None, :, None, None].expand(count, 8, 6, 2).contiguous())
+    wide = plain.voxels(torch.arange(8.0).repeat_interleave(8)[None, None, :, None].expand(count, 1, 64, 48))
+    coarse = torch.nn.functional.avg_pool2d(wide, 8)[:, 0]
+    assert (tokens[..., 0] - coarse).abs().mean() < 0.1
 
 
 def test_heights_are_ordered_and_where_the_probability_is() -> None:

@@ -23,7 +23,7 @@ from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.dense.evaluation import evaluate
-from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM
+from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
 from finetuning.dense.translation.baseline import StructuralProjection, first_bright_row
 from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
 from finetuning.dense.translation.kind import PROJECTION, TRANSLATION, l1, measure, ssim
@@ -74,9 +74,9 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
     """Each slab at its own brightness, at least; every arm, slab and file is there."""
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "translation.json").read_text())
-    assert list(content["overall"]) == [PRETRAINED, RANDOM, *LOCAL, PROJECTION]
+    assert list(content["overall"]) == [PRETRAINED, RANDOM, ALONE, PROJECTION]
     assert content["names"] == ["superficial", "deep", "outer_retina", "choriocapillaris"]
-    assert set(content["differences"]) == {RANDOM, *LOCAL, PROJECTION}
+    assert set(content["differences"]) == {RANDOM, ALONE, PROJECTION}
     volumes = volumes_of(world)
     for name, grey in zip(volumes.names, mean_greys(volumes, TRAIN), strict=True):
         images = [volumes.read(int(r))[volumes.names.index(name)] for r in volumes.of(EVALUATED)]
@@ -87,7 +87,7 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
     of_arm = by_person.groupby("arm").mean()
     for other, gained in content["differences"].items():
         assert gained["value"] == pytest.approx(of_arm[PRETRAINED] - of_arm[other])
-    assert len(lines) == 5 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
+    assert len(lines) == 4 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
     text = (tmp_path / "translation.md").read_text()
     assert "This is look 1 at these test participants" in text
     assert evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text

@@ -115,6 +115,15 @@ def test_a_line_of_plain_text_has_the_numbers_that_matter(caplog: pytest.LogCapt
         "step 120 of 480, no alarm: loss 0.5123, skill -0.012, RankMe 61.2, 11.2 volumes/s, data wait 1 %"
     )
     assert validation == "validation at step 120: loss 0.5, skill 0.010, RankMe 60.0, probe 0.400, no alarm"
+    caplog.clear()
+    scores = {"loss": 1.5, "error_um": 7.25, "dice": 0.8125, "l1": 0.5}
+    line.metrics(130, {f"random_init/val/{name}": value for name, value in scores.items()})
+    line.metrics(130, {"random_init/train/loss": 2.5})
+    of_arm, update = [record.getMessage() for record in caplog.records]
+    assert of_arm == (
+        "validation of random_init at step 130: loss 1.5, boundary error 7.25 um, Dice 0.812, L1 0.5000"
+    )
+    assert update.endswith("no alarm: loss 2.5")
     line.metrics(121, LOGGED | {"train/skill_position": None, "train/loss": float("nan")})
     assert re.match(r"step 121 of 480, \d+ s left, no alarm: loss nan, RankMe", caplog.messages[-1])
 

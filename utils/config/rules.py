@@ -185,16 +185,19 @@ def _check_decoders(cfg: Config) -> None:
     task, head, finetune = cfg.task, cfg.head, cfg.finetune
     if task.kind not in DENSE_KINDS:
         kind = f"with task.kind {task.kind}"
-        _require(head.kind != "upsampling", "head.kind", f"linear, mlp or attentive {kind}", head.kind)
+        is_decoder = head.kind in ("upsampling", "unetr")
+        _require(not is_decoder, "head.kind", f"linear, mlp or attentive {kind}", head.kind)
         _require(not head.voxels, "head.voxels", f"false {kind}", head.voxels)
         _require(not finetune.against_random, "finetune.against_random", f"false {kind}", True)
         _require(cfg.eval.folds is not None, "eval.folds", f"a number {kind}", None)
         return
     kind = f"with task.kind {task.kind}"
-    decoders = f"linear or upsampling {kind}"
-    _require(head.kind in ("linear", "upsampling"), "head.kind", decoders, head.kind)
-    fits = head.kind == "upsampling" or not head.voxels
-    _require(fits, "head.voxels", "false with head.kind linear", head.voxels)
+    decoders = f"linear, upsampling or unetr {kind}"
+    _require(head.kind in ("linear", "upsampling", "unetr"), "head.kind", decoders, head.kind)
+    needed = {"linear": False, "unetr": True}.get(head.kind, head.voxels)
+    _require(
+        head.voxels == needed, "head.voxels", f"{needed} with head.kind {head.kind}".lower(), head.voxels
+    )
     _check_trained_with_decoder(cfg, kind)
 
 

@@ -334,14 +334,14 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    kind: Literal["linear", "mlp", "attentive", "upsampling"] = key(
+    kind: Literal["linear", "mlp", "attentive", "upsampling", "unetr"] = key(
         "linear",
         "linear and mlp read mean and standard deviation over valid tokens, attentive the tokens "
-        "themselves; of task.kind layers, segmentation and translation: linear or upsampling, each of all "
-        "tokens",
+        "themselves; of task.kind layers, segmentation and translation, of all tokens: linear, upsampling "
+        "or unetr, a U-Net on the voxels of a B-scan that tokens of several blocks join",
     )
-    hidden: int = key(256, "width of the mlp, or channels of the upsampling decoder", AT_LEAST_1)
-    voxels: bool = key(False, "upsampling: beside the tokens it reads the voxels")
+    hidden: int = key(256, "width of the mlp, or channels of a decoder at full size", AT_LEAST_1)
+    voxels: bool = key(False, "upsampling: beside the tokens it reads the voxels; true with unetr")
     dropout: float = key(0.0, "probability, before the last layer of the head", BELOW_1)
     learning_rates: list[float] = key(
         [0.0001, 0.0003, 0.001, 0.003, 0.01],
@@ -368,7 +368,9 @@ class FinetuneConfig:
     class_weights: Literal["auto", "none"] = key(
         "auto", "auto: every class has the same weight in the loss; segmentation: the root of its rarity"
     )
-    patience: int | None = key(10, "epochs without a better validation; null: to the end", EPOCHS)
+    patience: int | None = key(
+        10, "epochs (of a decoder: validations) without a better validation; null: to the end", EPOCHS
+    )
 
 
 @dataclass(frozen=True)

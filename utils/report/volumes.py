@@ -34,7 +34,7 @@ class LayersPicture:
     spacing: tuple[float, float, float]  # mm
     names: tuple[str, ...]  # of the surfaces [S]
     predicted: np.ndarray  # float32 [S, D, W]
-    truth: np.ndarray  # float32 [S, D, W], the device's
+    truth: np.ndarray  # float32 [S, D, W], as labelled
     title: str
 
 
@@ -91,7 +91,7 @@ def volume_of_snapshot(path: Path, run: str) -> dict[str, Any]:
 
 
 def volume_of_layers(path: Path, run: str) -> dict[str, Any]:
-    """A volume with predicted surfaces and the device's."""
+    """A volume with predicted and labelled surfaces."""
     picture = load_layers(path)
     surfaces = [
         {"name": name, "predicted": _heights(predicted), "truth": _heights(truth)}

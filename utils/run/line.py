@@ -35,6 +35,10 @@ VALIDATION = {
     "val/quadratic_kappa": "quadratic kappa {:.3f}",
     "val/mean_auroc": "mean AUROC {:.3f}",
     "val/minus_the_squared_error": "squared error {:.4g}",
+    # of finetuning.dense.kinds
+    "val/error_um": "boundary error {:.2f} um",
+    "val/dice": "Dice {:.3f}",
+    "val/l1": "L1 {:.4f}",
 }
 SCALE = {"perf/data_wait_fraction": 100.0, "val/minus_the_squared_error": -1.0}  # shown times this
 SLOW_DATA = 0.2  # share of the time spent waiting for data from which the line says so
@@ -86,10 +90,14 @@ class TrainingLine:
         self._draw(self.step)
 
     def metrics(self, step: int, values: Values) -> None:
-        """The metrics after `step` updates: those of a log line, or of a validation."""
+        """The metrics after `step` updates: those of a log line, or of a validation. Those of a second arm
+        have its name before theirs: arm/train/loss.
+        """
+        arm = next((key.split("/")[0] for key in values if key.split("/")[1:2] in (["train"], ["val"])), "")
+        values = {key.removeprefix(f"{arm}/"): value for key, value in values.items()}
         if is_validation(values):
             text = ", ".join([*words(values, VALIDATION), *self._alarm(values)])
-            log.info("validation at step %d: %s", step, text)
+            log.info("validation%s at step %d: %s", f" of {arm}" if arm else "", step, text)
             if self._alarm(values):
                 self._word = health(values, self._skipped)
                 self._draw(step, at_once=True)

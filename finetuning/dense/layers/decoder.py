@@ -19,6 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 STEM = 16  # features of a voxel
+CLASS_WEIGHT = 2.0  # of the cross-entropy of layers, beside that of surfaces
 
 
 class LinearDecoder(nn.Module):
@@ -102,8 +103,13 @@ def surface_loss(logits_BSdHW: Tensor, truth_BSdW: Tensor) -> Tensor:
     """Cross-entropy of the place, and the distance of the mean place in voxels; the mean over known heights.
 
     A height between two voxels is a probability of both. NaN, and heights outside the grid, are not known.
+    Outputs beyond the surfaces are classes of voxels: `layer_loss`. Where they have fewer columns than the
+    truth, each is of several.
     """
-    size = logits_BSdHW.shape[3]
+    size, num_surfaces = logits_BSdHW.shape[3], truth_BSdW.shape[1]
+    logits_BSdHW, classes = logits_BSdHW[:, :num_surfaces], logits_BSdHW[:, num_surfaces:]
+    if (columns := logits_BSdHW.shape[4]) != truth_BSdW.shape[3]:
+        truth_BSdW = truth_BSdW.unflatten(3, (columns, -1)).nanmean(dim=4)
     known = (truth_BSdW >= 0) & (truth_BSdW <= size - 1)  # False for NaN
     truth = torch.where(known, truth_BSdW, 0.0)
     log_p = logits_BSdHW.float().log_softmax(dim=3)
@@ -113,4 +119,24 @@ def surface_loss(logits_BSdHW: Tensor, truth_BSdW: Tensor) -> Tensor:
     entropy = -((1 - share) * log_p.gather(3, at).squeeze(3) + share * log_p.gather(3, at + 1).squeeze(3))
     distance = (heights_of(logits_BSdHW) - truth).abs()
     count = known.sum().clamp(min=1)
-    return torch.where(known, entropy + distance, 0.0).sum() / count
+    loss = torch.where(known, entropy + distance, 0.0).sum() / count
+    return loss + layer_loss(classes.float(), truth_BSdW) if classes.shape[1] else loss
+
+
+def layer_loss(logits_BSdHW: Tensor, truth_BSdW: Tensor) -> Tensor:
+    """Cross-entropy and soft Dice of the layers between surfaces as classes, 0 above the first and below the
+    last, in the A-scans whose surfaces are all known.
+    """
+    size, num_surfaces = logits_BSdHW.shape[3], truth_BSdW.shape[1]
+    known = ~truth_BSdW.isnan().any(dim=1)[:, :, None]
+    rows = torch.arange(size, device=truth_BSdW.device)[:, None]
+    place = (rows >= truth_BSdW.unsqueeze(3)).sum(dim=1)
+    place = torch.where(place == num_surfaces, 0, place)
+    log_p = logits_BSdHW.log_softmax(dim=1)
+    mask = known.expand(place.shape)
+    entropy = F.nll_loss(log_p, place, reduction="none")
+    hot = F.one_hot(place, num_surfaces).movedim(-1, 1) * mask.unsqueeze(1)
+    p = log_p.exp() * mask.unsqueeze(1)
+    both, total = (x.sum(dim=(0, 2, 3, 4)) for x in (p * hot, p + hot))
+    dice = 1 - ((2 * both + 1) / (total + 1)).mean()
+    return CLASS_WEIGHT * (entropy * mask).sum() / mask.sum().clamp(min=1) + dice

@@ -1,10 +1,11 @@
 """task.kind=layers: surfaces of the retina, how decoders of them are trained and judged.
 
-In: a store with height maps. Out: `LAYERS`. A head's file has `surfaces`, `mean_heights` and `familiarity`
-(finetuning/features/familiarity.py), which may be None. After each epoch the boundary error of the validation
-volumes decides which weights are kept. An evaluation writes layers.json, layers.md, surfaces.parquet (a line
-for every arm, volume and surface or layer), layers/ (a volume of each device with its surfaces, which the
-report draws) and etdrs.csv (mean thickness in um in nine sectors, a line for every eye, layer and source).
+In: a store with height maps. Out: `LAYERS`. A head's file has `surfaces`, `truth` (who drew them),
+`mean_heights` and `familiarity` (finetuning/features/familiarity.py), which may be None. The boundary error
+of the validation volumes decides which weights are kept. An evaluation writes layers.json, layers.md,
+surfaces.parquet (a line for every arm, volume and surface or layer), layers/ (a volume of each device with
+its surfaces, which the report draws) and etdrs.csv (mean thickness in um in nine sectors, a line for every
+eye, layer and source).
 Beside the encoders it has mean heights, which know no image. What all are compared with is what the device's
 own software drew, or the labels of label_surfaces.
 """
@@ -19,12 +20,12 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.cohort.source import Source
 from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
 from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, DenseHead
-from finetuning.dense.kind import Content, Kind, Line
+from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.layers.decoder import surface_loss
 from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
 from finetuning.dense.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
@@ -51,14 +52,22 @@ NOTES = (
 )
 
 
-def validation_error(decoder: nn.Module, planes: Planes, volumes: LayerVolumes) -> float:
-    """Mean boundary error of the validation volumes in um: over surfaces, then over volumes."""
-    errors = []
-    for row in map(int, volumes.of(VAL)):
-        axial = volumes.spacing_mm(row)[1]
-        each = boundary_error_um(planes.predict(decoder, row), volumes.read(row), axial)
-        errors.append(each[volumes.marked(row)].mean())
-    return float(np.mean(errors))
+def validation_error(volumes: LayerVolumes, predicted: Predictions) -> dict[str, float]:
+    """Mean boundary error of the validation volumes in um, over surfaces, then over volumes; and mean Dice of
+    the layers between them.
+    """
+    errors, overlaps = [], []
+    for row, surfaces in predicted:
+        truth, marked = volumes.read(row), volumes.marked(row)
+        errors.append(known_mean(boundary_error_um(surfaces, truth, volumes.spacing_mm(row)[1])))
+        overlaps.append(known_mean(layer_overlap(surfaces[marked], truth[marked])[0]))
+    return {"error_um": known_mean(errors), "dice": known_mean(overlaps)}
+
+
+def known_mean(values: Sequence[float] | np.ndarray) -> float:
+    """Mean of those that are no NaN; NaN where there is none."""
+    known = np.asarray(values)[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Runtime) -> dict[str, Any]:
@@ -72,6 +81,7 @@ def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Ru
     familiarity = fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])
     return {
         "surfaces": list(volumes.names),
+        "truth": volumes.truth,
         "mean_heights": mean_heights(volumes),
         "familiarity": None if familiarity is None else familiarity.state(),
     }
@@ -139,7 +149,7 @@ def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line
     um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
     try:
         tables = etdrs_tables(um, record, (d_mm, w_mm))
-    except ValueError:  # another region, or the device drew nothing in the middle
+    except ValueError:  # another region, or nothing is marked in the middle
         return []
     facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     return [

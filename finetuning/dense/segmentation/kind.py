@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetuning.cohort.cohort import VAL
 from finetuning.cohort.source import Source
 from finetuning.dense.examined import NOT_ASKED, Examined
 from finetuning.dense.head import LABELS, LOCAL, PRETRAINED, RANDOM
-from finetuning.dense.kind import Content, Kind, Line
-from finetuning.dense.layers.planes import Planes
+from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.segmentation.lesions import count_lesions
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
@@ -73,13 +71,10 @@ def dice(shared: np.ndarray, predicted: np.ndarray, labelled: np.ndarray) -> np.
     return np.divide(2 * shared, predicted + labelled, out=result, where=labelled > 0)
 
 
-def validation_dice(decoder: nn.Module, planes: Planes, volumes: ClassVolumes) -> float:
+def validation_dice(volumes: ClassVolumes, predicted: Predictions) -> dict[str, float]:
     """Dice over the voxels of all validation volumes together, the mean over the classes that they have."""
-    counts = [
-        overlap(planes.predict(decoder, row), volumes.read(row), len(volumes.names))
-        for row in map(int, volumes.of(VAL))
-    ]
-    return float(np.nanmean(dice(*np.sum(counts, axis=0))))
+    counts = [overlap(classes, volumes.read(row), len(volumes.names)) for row, classes in predicted]
+    return {"dice": float(np.nanmean(dice(*np.sum(counts, axis=0))))}
 
 
 def stored_values(_: nn.Module, source: Source, volumes: ClassVolumes, runtime: Runtime) -> dict[str, Any]:

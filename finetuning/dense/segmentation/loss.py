@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finetuning.cohort.cohort import TRAIN
 from finetuning.dense.layers.planes import Planes
+from finetuning.dense.moves import Moves
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes
 
 _dice = DiceLoss(include_background=False, batch=True)
@@ -30,6 +31,10 @@ class ClassPlanes(Planes):
 
     d_axis = 0
     predicted_of = staticmethod(likeliest)
+
+    def moved(self, truth: Tensor, moves: Moves) -> Tensor:
+        """Nearest; IGNORED where nothing is known."""
+        return moves.classes(truth, IGNORED)
 
 
 def segmentation_loss(logits_BSdHW: Tensor, truth_BdHW: Tensor, weight_S: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from finetuning.dense.layers.planes import Planes
+from finetuning.dense.moves import Moves
 
 OUTPUTS = 2  # of a slab: value and weight
 
@@ -37,3 +38,7 @@ class SlabPlanes(Planes):
     """As `Planes`; the labels are slabs [B, S, d, W], as its heights are."""
 
     predicted_of = staticmethod(predicted_slabs)
+
+    def moved(self, truth: Tensor, moves: Moves) -> Tensor:
+        """Moved along W: a slab has no rows."""
+        return moves.columns(truth)

@@ -18,13 +18,12 @@ from matplotlib.figure import Figure
 from skimage.metrics import structural_similarity
 from torch import nn
 
-from finetuning.cohort.cohort import EVALUATED, VAL
+from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.source import Source
 from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
 from finetuning.dense.head import LABELS as ARM_LABELS
 from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
-from finetuning.dense.kind import Content, Kind, Line
-from finetuning.dense.layers.planes import Planes
+from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.translation.baseline import StructuralProjection
 from finetuning.dense.translation.decoder import OUTPUTS, SlabPlanes, slab_loss
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
@@ -61,13 +60,13 @@ def ssim(predicted_DW: np.ndarray, truth_DW: np.ndarray, field: tuple[slice, ...
     return float(value)
 
 
-def validation_l1(decoder: nn.Module, planes: Planes, volumes: FlowVolumes) -> float:
+def validation_l1(volumes: FlowVolumes, predicted: Predictions) -> dict[str, float]:
     """Mean L1 of the validation volumes: over the slabs of a volume, then over volumes."""
-    errors = []
-    for row in map(int, volumes.of(VAL)):
-        pairs = zip(planes.predict(decoder, row), volumes.read(row), strict=True)
-        errors.append(np.nanmean([l1(*pair) for pair in pairs]))
-    return float(np.mean(errors))
+    errors = [
+        np.nanmean([l1(*pair) for pair in zip(slabs, volumes.read(row), strict=True)])
+        for row, slabs in predicted
+    ]
+    return {"l1": float(np.mean(errors))}
 
 
 def names(_: nn.Module, source: Source, volumes: FlowVolumes, runtime: Runtime) -> dict[str, Any]:

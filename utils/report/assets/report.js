@@ -252,7 +252,7 @@ function drawScan() {
   flat.fillRect(0, (view.plane + 0.5) / deep * flat.canvas.height - thick / 2, flat.canvas.width, thick);
   const shares = isOn("features") ? `; the components hold ${volume.shares.map((s) => `${Math.round(100 * s)} %`).join(", ")} of the variance` : "";
   $("enface-text").textContent = `En face, mean of each A-scan; the line is the B-scan shown${shares}`;
-  $("keys").textContent = isOn("surfaces") ? `Surfaces: ${volume.surfaces.map((s) => s.name).join(", ")}. Drawn through: predicted; dotted: the device's.` : "";
+  $("keys").textContent = isOn("surfaces") ? `Surfaces: ${volume.surfaces.map((s) => s.name).join(", ")}. Drawn through: predicted; dotted: as labelled.` : "";
 }
 
 function openViewer() {

@@ -23,7 +23,7 @@ from data_setup.manifest import Record
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import open_record, source_stat
-from data_setup.resample import Resampled, resample_frames, valid_tokens
+from data_setup.resample import NEAREST, Resampled, resample_frames, valid_tokens
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.quality import Meter
 from data_setup.store.writer import StoreWriter, measure, record_fields
@@ -51,6 +51,7 @@ class Job:
     writer: StoreWriter
     spatial: SpatialConfig
     options: StorageOptions
+    planes: str = NEAREST  # of the store: data_setup/resample.py
     was_kept: bool = False  # the row holds a volume of an earlier run
 
 
@@ -75,7 +76,7 @@ def prepare_row(job: Job) -> Outcome:
     try:
         source = source_stat(job.record, job.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
-        header, volume, measured = read_volume(job.record, job.spatial, job.options)
+        header, volume, measured = read_volume(job.record, job.spatial, job.options, planes=job.planes)
     except storage.StorageNotFoundError as error:
         fields |= {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
     except storage.StorageError as error:
@@ -95,16 +96,20 @@ def prepare_row(job: Job) -> Outcome:
 
 
 def read_volume(
-    record: Record, spatial: SpatialConfig, options: StorageOptions, new_meter: type[Meter] = Meter
+    record: Record,
+    spatial: SpatialConfig,
+    options: StorageOptions,
+    new_meter: type[Meter] = Meter,
+    planes: str = NEAREST,
 ) -> tuple[OCTHeader, Resampled, dict[str, float | str]]:
     """The header of a record's file, its volume on the grid, and what the index says of the volume, or what
-    another meter measures.
+    another meter measures. `planes`: the rule of data_setup/resample.py.
 
     Raises OCTReadError for a file that cannot be used, StorageError.
     """
     header, frames = open_record(record, options)
     meter = new_meter()
-    volume = _resample(record.url, spatial, header, meter.watch(frames))
+    volume = _resample(record.url, spatial, header, meter.watch(frames), planes)
     if not valid_tokens(volume.valid_box, spatial.image_size, spatial.patch_size):
         raise _outside_grid(record.url, spatial, header)
     if header.transfer_syntax == IMAGES and (likeness := meter.strangers()):
@@ -117,7 +122,9 @@ def read_volume(
     return header, volume, measured
 
 
-def _resample(url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator[np.ndarray]) -> Resampled:
+def _resample(
+    url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator[np.ndarray], planes: str
+) -> Resampled:
     """The frames on the grid; raises OCTReadError outside_grid for a field without a voxel of the grid."""
     try:
         return resample_frames(
@@ -128,6 +135,7 @@ def _resample(url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator
             grid.target_spacing,
             grid.resample,
             header.flip_d,
+            planes,
         )
     except ValueError as error:
         raise _outside_grid(url, grid, header) from error

@@ -134,9 +134,12 @@ def select(
     """The jobs of the rows in `records` (row -> record) that are not finished; `tally` counts the others."""
     # A row says which bytes it was made from: the source's version decides, not that a volume is there.
     written = writer.read_rows(lambda row: row in records)
-    options = cfg.data.storage_options
+    options, planes = cfg.data.storage_options, writer.planes
     jobs = [
-        Job(row, record, writer, cfg.spatial, options, written.get(row, {}).get("status") == KEPT)
+        Job(
+            *(row, record, writer, cfg.spatial, options, planes),
+            was_kept=written.get(row, {}).get("status") == KEPT,
+        )
         for row, record in records.items()
     ]
     states = in_threads(lambda job: state_of(job, written.get(job.row), rebase), jobs)

@@ -8,21 +8,29 @@ target field are centred on each other. Each target voxel is a weighted mean of 
 triangle whose half-width is the larger of the two spacings: linear interpolation where an axis grows, a
 low-pass filter where it shrinks (plain trilinear sampling aliases). Only samples inside the field count.
 A target voxel whose centre lies outside the acquired field is padding: 0, and outside the valid box.
+
+B-scans are never mixed where they lie further apart than half a step of the grid along D: a plane is then the
+nearest B-scan (`plane_weights`), and all that is laid on the grid or read back goes by the same B-scans. The
+grid is moved by half a step along D where that brings it nearer to the B-scans. A store says by which rule it
+was made: `planes` of its geometry, NEAREST; without it BLENDED, the triangle along D too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from utils.errors import UserError
 
 Triple = tuple[float, float, float]
 _BLOCK = 16  # output lines per matrix product: narrow enough to skip most of the zeros of a banded matrix
 VALID_SHARE = 0.5  # a token is valid when at least this share of it is inside the acquired field
 _CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside, whatever the rounding
+NEAREST, BLENDED = "nearest", "blended"  # what a plane is: rules of today, and of stores that name none
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,75 @@ def axis_weights(size: int, spacing: float, target_size: int, target_spacing: fl
     return AxisWeights(weights.astype(np.float32), (int(used[0]), int(used[-1]) + 1))
 
 
+def rule_of(named: Mapping[str, Any]) -> str:
+    """NEAREST or BLENDED, of a store's geometry or a checkpoint; raises UserError for another rule."""
+    planes = named.get("planes", BLENDED)
+    if planes not in (NEAREST, BLENDED):
+        raise UserError(f"planes: expected {NEAREST} or {BLENDED}, found {planes}; another version wrote it")
+    return str(planes)
+
+
+def is_nearest(spacing: float, target_spacing: float, planes: str) -> bool:
+    """Whether each plane is one B-scan, for B-scans `spacing` apart on a grid of `target_spacing`."""
+    return planes == NEAREST and spacing > target_spacing * (0.5 + _CENTRE_TOLERANCE)
+
+
+def _places(size: int, spacing: float, target_size: int, target_spacing: float) -> np.ndarray:
+    """The centres of all planes of the grid, counted in B-scans [target_size]."""
+    step = target_spacing / spacing
+    # the grid moves by half a step where B-scans are over a quarter of one away from it
+    away = (np.arange(size) - (size - 1) / 2) / step - (target_size - 1) / 2
+    shift = 0.5 * (np.abs(away - np.floor(away + 0.5)).mean() > 0.25 + _CENTRE_TOLERANCE)
+    return (np.arange(target_size) - (target_size - 1) / 2 + shift) * step + (size - 1) / 2
+
+
+def plane_weights(
+    size: int, spacing: float, target_size: int, target_spacing: float, planes: str = NEAREST
+) -> AxisWeights:
+    """As `axis_weights`, along D: where `is_nearest`, a plane's one weight is that of the nearest B-scan."""
+    if not is_nearest(spacing, target_spacing, planes):
+        return axis_weights(size, spacing, target_size, target_spacing)
+    places, edge = _places(size, spacing, target_size, target_spacing), size / 2
+    inside = np.flatnonzero(np.abs(places - (size - 1) / 2) <= edge * (1 + _CENTRE_TOLERANCE))
+    # half-way between two B-scans it is the first, whatever the rounding
+    source = np.ceil(places - 0.5 - _CENTRE_TOLERANCE).clip(0, size - 1).astype(int)
+    weights = np.zeros((target_size, size), np.float32)
+    weights[inside, source[inside]] = 1.0
+    return AxisWeights(weights, (int(inside[0]), int(inside[-1]) + 1))
+
+
+def scan_weights(
+    size: int, spacing: float, target_size: int, target_spacing: float, planes: str = NEAREST
+) -> np.ndarray:
+    """The way back of `plane_weights`, float32 [B-scans, planes]. A B-scan is the nearest of the planes that
+    repeat it; one without a plane lies between those beside it. 0 outside the grid.
+    """
+    if not is_nearest(spacing, target_spacing, planes):
+        return axis_weights(target_size, target_spacing, size, spacing).weights
+    laid = plane_weights(size, spacing, target_size, target_spacing, planes).weights
+    places, reach = _places(size, spacing, target_size, target_spacing), target_spacing / spacing / 2
+    away = np.where(laid > 0, np.abs(places[:, None] - np.arange(size)), np.inf)
+    with_plane, plane = np.flatnonzero(laid.any(axis=0)), away.argmin(axis=0)
+    own = np.arange(size)
+    first, last = min(with_plane[0], places[0] - reach), max(with_plane[-1], places[-1] + reach)
+    own = own[(own >= first) & (own <= last)]
+    between = np.interp(own, with_plane, np.arange(len(with_plane)))
+    low = between.astype(int)
+    high = np.minimum(low + 1, len(with_plane) - 1)
+    weights = np.zeros((size, target_size), np.float32)
+    np.add.at(weights, (own, plane[with_plane[low]]), 1 - (between - low))
+    np.add.at(weights, (own, plane[with_plane[high]]), between - low)
+    return weights
+
+
+def left_out(size: int, spacing: float, target_size: int, target_spacing: float, planes: str) -> np.ndarray:
+    """The B-scans that the grid reaches and no plane is: some of those that lie closer than planes."""
+    own = size, spacing, target_size, target_spacing
+    if not is_nearest(spacing, target_spacing, planes):
+        return np.zeros(0, int)
+    return np.flatnonzero(scan_weights(*own).any(axis=1) & ~plane_weights(*own).weights.any(axis=0))
+
+
 def output_spacing(
     shape: tuple[int, int, int],
     spacing_mm: Triple,
@@ -135,15 +212,19 @@ def resample_frames(
     target_spacing: Triple,
     mode: Literal["spacing", "resize"] = "spacing",
     flip_d: bool = False,
+    planes: str | AxisWeights = NEAREST,
 ) -> Resampled:
     """Resample uint8 frames [H, W] given in file order; flip_d: the file's last frame becomes d = 0.
+
+    `planes`: the rule along D, NEAREST or BLENDED, or its weights.
 
     Memory: the output, and the few frames that one target plane needs, resampled in H and cropped in W.
     Raises ValueError for a field too small for the grid.
     """
     spacing = output_spacing(shape, spacing_mm, image_size, target_spacing, mode)
-    axes = [axis_weights(*a) for a in zip(shape, spacing_mm, image_size, spacing, strict=True)]
-    along_d, along_h, along_w = axes
+    of_d, *of_hw = zip(shape, spacing_mm, image_size, spacing, strict=True)
+    along_d = planes if isinstance(planes, AxisWeights) else plane_weights(*of_d, planes)
+    axes = along_d, along_h, along_w = (along_d, *(axis_weights(*a) for a in of_hw))
     d0, d1, h0, h1, w0, w1 = (edge for axis in axes for edge in axis.valid)
     sources = [np.flatnonzero(along_d.weights[d]) for d in range(d0, d1)]
     # source plane -> the target planes that are complete with it

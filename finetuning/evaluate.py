@@ -84,7 +84,7 @@ def evaluate_any_head(asked: argparse.Namespace) -> str | None:
         return markdown(evaluate_head(wanted, overrides))
     head = kind.open_head(wanted, options, encoder_place(overrides))
     if evaluated_config(head.cfg, head.url, overrides).eval.protocol == "crossfit":
-        return crossfit(kind, source_of_head(head, overrides), _image(asked))
+        return crossfit(kind, source_of_head(head, overrides), _image(asked), overrides)
     _refuse_image(asked)
     return evaluate(kind, wanted, overrides)
 
@@ -113,7 +113,7 @@ def _folds_of_task(asked: argparse.Namespace, cfg: Config) -> str | None:
 
     refuse_unread(cfg, asked.config, asked.overrides)
     source = open_source(asked.config, asked.overrides)
-    return crossfit(KINDS[cfg.task.kind], source, _image(asked))
+    return crossfit(KINDS[cfg.task.kind], source, _image(asked), asked.overrides)
 
 
 def _config_of(asked: argparse.Namespace) -> Config:

@@ -51,7 +51,7 @@ PARTS: dict[str, Any] = {
     "arms": dict,
     "config": str,
 }
-PARTS |= {"normalisation": str, "participants": (list, dict), "step": (int, float)}
+PARTS |= {"normalisation": str, "planes": str, "participants": (list, dict), "step": (int, float)}
 # what torch.load raises for a cut or changed file, depending on the byte where it ends
 DAMAGE: tuple[type[Exception], ...] = (
     pickle.UnpicklingError,

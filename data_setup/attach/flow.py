@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 
 from data_setup.attach.directions import CLEARER_FIT, LEAST_FIT, correlation
-from data_setup.attach.grid import box, field_to_grid, length_mm
+from data_setup.attach.grid import along_d, at_scan, box, field_to_grid, length_mm
 from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run, words
 from data_setup.attach.kinds import FLOW
 from data_setup.attach.stored import SideWriter
@@ -89,44 +89,54 @@ class CubeJob(Job):
         _require_field(stated, record, self.url)
         d, h, w = (length_mm(record, axis) / count for axis, count in zip("dhw", header.shape, strict=True))
         after_d, after_h, after_w = (float(record[f"spacing_after_{axis}"]) for axis in "dhw")
-        laid = resample_frames(
-            frames,
-            header.shape,
-            (d, h, w),
-            self.store.image_size,
-            (after_d, after_h, after_w),
-            flip_d=bool(record.flipped_d),
-        )
-        return [laid.voxels, laid.voxels[::-1]]  # the field's middle is the grid's
+        planes = along_d(header.shape[0], record, self.store.attrs["geometry"])
+        grid = header.shape, (d, h, w), self.store.image_size, (after_d, after_h, after_w)
+        as_scan = bool(record.flipped_d)
+        return [
+            resample_frames(frames, *grid, flip_d=flip_d, planes=planes).voxels
+            for flip_d in (as_scan, not as_scan)
+        ]
+
+    def of_scan(self, laid: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+        """The images, uint8 [slab, D, W]."""
+        images, _ = self._images(bool(laid["reversed_d"]))
+        laid_on = [at_scan(image[None], self.record)[0] for image in images.values()]
+        return np.stack(laid_on), tuple(images)
 
     def _lay_images(self, is_reversed: bool) -> tuple[np.ndarray, dict[str, Any]]:
         """(uint8 [slab, D, W], which slabs it has and what became of the others). Raises StorageError."""
-        record, (d, _, w) = self.record, self.store.image_size
+        d, _, w = self.store.image_size
+        images, left_out = self._images(is_reversed)
         slabs = np.zeros((len(SLABS), d, w), np.uint8)
-        there: list[str] = []
+        for slab, image in images.items():
+            of_d, of_w = field_to_grid(image.shape, self.record, self.store.attrs["geometry"])
+            slabs[SLABS.index(slab)] = np.rint(of_d @ image.astype(np.float32) @ of_w.T).astype(np.uint8)
+        return slabs, {"slabs": "|".join(images), "left_out": "|".join(left_out)}
+
+    def _images(self, is_reversed: bool) -> tuple[dict[str, np.ndarray], list[str]]:
+        """Slab -> uint8 [D, W] in the store's order, from the vitreous down; and what became of the others.
+        Raises StorageError.
+        """
+        record = self.record
+        images: dict[str, np.ndarray] = {}
         left_out: list[str] = []
         for number, url in self.images:
             try:
                 header, frames = read_octa(url, EN_FACE, self.store.options)
                 _require_scan(header, record, url)
                 slab = slab_of(header.image_type)
-                if slab is None or slab in there:
-                    expected = f"an image type of {', '.join(name for name in SLABS if name not in there)}"
+                if slab is None or slab in images:
+                    expected = f"an image type of {', '.join(name for name in SLABS if name not in images)}"
                     raise OCTReadError(url, RejectReason.UNKNOWN_SLAB, expected, "another one")
                 image, own = frames[0], header.spacing_mm
                 stated = [("d", image.shape[0], own.distance), ("w", image.shape[1], own.lateral)]
                 _require_field(stated, record, url)
-                along_d, along_w = field_to_grid(image.shape, record, self.store.image_size)
-                in_order = image[::-1] if bool(record.flipped_d) != is_reversed else image
-                laid = along_d @ in_order.astype(np.float32) @ along_w.T
-                slabs[SLABS.index(slab)] = np.rint(laid).astype(np.uint8)
-                there.append(slab)
+                images[slab] = image[::-1] if bool(record.flipped_d) != is_reversed else image
             except storage.StorageNotFoundError:
                 left_out.append(f"{number}={RejectReason.MISSING_FILE.value}")
             except OCTReadError as error:
                 left_out.append(f"{number}={error.reason.value}")
-        order = [slab for slab in SLABS if slab in there]
-        return slabs, {"slabs": "|".join(order), "left_out": "|".join(left_out)}
+        return {slab: images[slab] for slab in SLABS if slab in images}, left_out
 
 
 def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[CubeJob], Counter[str]]:

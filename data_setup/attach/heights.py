@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches
 from data_setup.attach.kinds import HEIGHTS
 from data_setup.attach.stored import SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.heights import NUM_SURFACES, read_heights
+from data_setup.readers.heights import NUM_SURFACES, HeightMap, read_heights
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.text import clean_path, read_table
@@ -46,14 +46,8 @@ class MapJob(Job):
 
     def lay(self) -> tuple[list[np.ndarray], dict[str, Any]]:
         """The heights in voxels of the volume, in the direction that fits it, and what was measured."""
-        record, geometry = self.record, self.store.attrs["geometry"]
-        map_ = read_heights(self.url, record.device, self.store.options)
-        if map_.references and record.sop_instance_uid not in map_.references:
-            expected = "the scan of the manifest as the map's referenced image"
-            raise OCTReadError(self.url, RejectReason.WRONG_REFERENCE, expected, "another scan")
-        require_inside(map_.values, record, self.url)
-        as_scan = map_.values[:, ::-1] if record.flipped_d else map_.values
-        both = [lay_on_grid(values, record, geometry) for values in (as_scan, as_scan[:, ::-1])]
+        record, geometry, map_ = self.record, self.store.attrs["geometry"], self._read()
+        both = [lay_on_grid(values, record, geometry) for values in (map_.values, map_.values[:, ::-1])]
         volume, spacing_h = self.store.read(self.row), float(record.spacing_after_h)
         steps = [edge_step(volume, heights[0], spacing_h) for heights in both]
         if max(steps) < LEAST_STEP:
@@ -63,6 +57,20 @@ class MapJob(Job):
         notes = (*map_.notes, UNCLEAR) if self.is_unclear(*steps) else map_.notes
         heights = both[int(direction["reversed_d"])]
         return [heights], direction | facts_of(heights, map_.names, map_.values.shape, record, notes)
+
+    def of_scan(self, laid: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+        map_ = self._read()
+        return map_.values[:, ::-1] if laid["reversed_d"] else map_.values, map_.names
+
+    def _read(self) -> HeightMap:
+        """The map with its B-scans as the scan's are stored, if they run as its scan's do."""
+        record = self.record
+        map_ = read_heights(self.url, record.device, self.store.options)
+        if map_.references and record.sop_instance_uid not in map_.references:
+            expected = "the scan of the manifest as the map's referenced image"
+            raise OCTReadError(self.url, RejectReason.WRONG_REFERENCE, expected, "another scan")
+        require_inside(map_.values, record, self.url)
+        return replace(map_, values=map_.values[:, ::-1]) if record.flipped_d else map_
 
 
 def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[MapJob], Counter[str]]:

@@ -61,6 +61,12 @@ class Job(ABC):
         return {"source_size": source.size, "source_version": source.etag_or_mtime}
 
     @abstractmethod
+    def of_scan(self, laid: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+        """What the file says, and its names, not on the grid but over the scan, whose B-scans are in the
+        store's order: [S, D, W] or [D, H, W]. `laid`: the row of the kind's table. Raises as `lay`.
+        """
+
+    @abstractmethod
     def lay(self) -> tuple[list[np.ndarray], dict[str, Any]]:
         """The kind's arrays on the grid, and what was measured; raises OCTReadError, StorageError."""
 

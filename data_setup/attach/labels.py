@@ -98,6 +98,11 @@ class VolumeJob(LabelJob):
 
     def lay(self) -> tuple[list[np.ndarray], dict[str, Any]]:
         """The classes on the grid, and what was counted; raises OCTReadError, StorageError."""
+        values, _ = self.of_scan({})
+        labels, cut_share = nearest_voxels(values, self.record, self.store.attrs["geometry"])
+        return [labels], {"voxels": counts_text(labels, self.classes), "cut_share": cut_share}
+
+    def of_scan(self, laid: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str, ...]]:
         record, options = self.record, self.store.options
         read = read_label_volume(self.url, self.path, self.shape, self.scan, options, self.volume_yaml)
         unlisted = sorted(set(np.unique(read.values).tolist()) - {0, *self.classes})
@@ -108,9 +113,7 @@ class VolumeJob(LabelJob):
         values = self.in_frame_order(read.values, 0) if read.is_in_file_order else read.values
         is_known = read.flip_d is not None and record.orientation_source != "unknown"
         is_upwards = read.flip_d if is_known else record.flipped_d  # from inferior to superior
-        values = values[::-1] if is_upwards else values
-        labels, cut_share = nearest_voxels(values, record, self.store.attrs["geometry"])
-        return [labels], {"voxels": counts_text(labels, self.classes), "cut_share": cut_share}
+        return values[::-1] if is_upwards else values, ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,12 @@ class SurfaceJob(LabelJob):
 
     def lay(self) -> tuple[list[np.ndarray], dict[str, Any]]:
         """The surfaces in voxels of the grid, and what was measured; raises OCTReadError, StorageError."""
+        record, (values, names) = self.record, self.of_scan({})
+        heights = lay_on_grid(values, record, self.store.attrs["geometry"])
+        facts = facts_of(heights, names, values.shape, record)
+        return [heights], {"device": record.device, "protocol": record.protocol, **facts}
+
+    def of_scan(self, laid: Mapping[str, Any]) -> tuple[np.ndarray, tuple[str, ...]]:
         record = self.record
         uid, options = record.sop_instance_uid, self.store.options
         values, names = read_label_surfaces(self.url, self.shape, options, uid)
@@ -129,10 +138,7 @@ class SurfaceJob(LabelJob):
             raise OCTReadError(self.url, RejectReason.SURFACE_COUNT, expected, len(names))
         require_inside(values, record, self.url)
         values = self.in_frame_order(values, 1)
-        values = values[:, ::-1] if record.flipped_d else values
-        heights = lay_on_grid(values, record, self.store.attrs["geometry"])
-        facts = facts_of(heights, names, values.shape, record)
-        return [heights], {"device": record.device, "protocol": record.protocol, **facts}
+        return values[:, ::-1] if record.flipped_d else values, tuple(names)
 
 
 @dataclass(frozen=True, kw_only=True)

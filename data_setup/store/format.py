@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from data_setup.resample import BLENDED
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
@@ -103,13 +104,15 @@ def checksum(voxels: np.ndarray) -> str:
     return hashlib.blake2b(np.ascontiguousarray(voxels).data, digest_size=16).hexdigest()
 
 
-def geometry_of(spatial: SpatialConfig) -> dict[str, Any]:
-    """The store's attribute `geometry`: the grid that every volume is on."""
+def geometry_of(spatial: SpatialConfig, planes: str) -> dict[str, Any]:
+    """The store's attribute `geometry`: the grid that every volume is on, and what its planes are
+    (data_setup/resample.py), which stores of before do not name.
+    """
     return {
         "image_size": list(spatial.image_size),
         "target_spacing": list(spatial.target_spacing),
         "resample": spatial.resample,
-    }
+    } | ({"planes": planes} if planes != BLENDED else {})
 
 
 def chunk_key(row: int, prefix: str = "") -> str:

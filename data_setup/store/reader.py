@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import zarr
 
+from data_setup.resample import BLENDED, rule_of
 from data_setup.store.format import (
     FORMAT_VERSION,
     INDEX_COLUMNS,
@@ -85,9 +86,14 @@ class PreparedStore:
         d, h, w = self.attrs["geometry"]["image_size"]
         return d, h, w
 
+    @property
+    def planes(self) -> str:
+        """What the planes of every volume are: a rule of data_setup/resample.py."""
+        return rule_of(self.attrs["geometry"])
+
     def require_geometry(self, spatial: SpatialConfig) -> None:
         """Raise UserError that names the first difference between this store and the configuration."""
-        for key, value in geometry_of(spatial).items():
+        for key, value in geometry_of(spatial, BLENDED).items():  # whatever the store's planes are
             stored = self.attrs["geometry"][key]
             if stored != value:
                 raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from data_setup.resample import BLENDED, left_out, rule_of
 from data_setup.store.format import DUPLICATE, KEPT, PENDING
 from data_setup.store.quality import LIMITS, share_between
 from utils.errors import UserError, shown
@@ -20,6 +21,7 @@ from utils.tables import NONE, Table, terminal
 AUDIT_NAMES = 20  # files of either kind that the report names
 REJECT_NAMES = 5  # files of each reason that the report names
 HIGH_LOST_FRACTION = 0.5  # above this share of the field outside the grid, most of a scan is not used
+NAMED = 3  # B-scans of a group that a warning names
 WORTHLESS = 0.01  # volumes of a quality below are named
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
@@ -216,6 +218,20 @@ def run_line(run: Mapping[str, Any]) -> str:
     )
 
 
+def _left_out(part: Mapping[str, Any], geometry: Mapping[str, Any]) -> np.ndarray:
+    """The B-scans of a group's median scan that no plane of the grid is."""
+    if rule_of(geometry) == BLENDED:
+        return np.zeros(0, int)
+    count, spacing, target = (part[name][0] for name in ("shape_before", "spacing_before", "spacing_after"))
+    return left_out(round(count), spacing, geometry["image_size"][0], target, rule_of(geometry))
+
+
+def _first_of(numbers: np.ndarray) -> str:
+    """`1, 4, 7 and 9 more`."""
+    more = f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else ""
+    return ", ".join(map(str, numbers[:NAMED] + 1)) + more
+
+
 def table(report: Mapping[str, Any]) -> str:
     """The report as a few lines of text; spacing in um, D x H x W."""
     header = ("protocol", "kept", "rej.", "valid", "lost", "spacing before -> after [um, D x H x W]")
@@ -238,7 +254,18 @@ def table(report: Mapping[str, Any]) -> str:
                 f"warning: {name}: {part['lost_fraction']:.0%} of the scan lies outside the grid; "
                 "see spatial.target_spacing and spatial.image_size"
             )
+        if (without := _left_out(part, report["geometry"])).size:
+            warnings.append(
+                f"warning: {name}: left out, since planes of the grid lie further apart: B-scans "
+                f"{_first_of(without)} of {round(part['shape_before'][0])}; "
+                f"{part['spacing_before'][0]:g} mm along D (spatial.target_spacing) has a plane for each"
+            )
     lines = terminal(Table("", header, rows)).split("\n")
+    if rule_of(report["geometry"]) == BLENDED:
+        lines.append(
+            "planes: mixed of neighbouring B-scans, as an older version began this store; another data.store "
+            "has none mixed where B-scans lie apart"
+        )
     lines.append(f"kept by device: {words({k: v['kept'] for k, v in report['by_device'].items()})}")
     lines.append(f"rejected: {words(report['rejected'])}; skipped: {words(report['skipped'])}")
     lines.append(f"spacing from: {words(report['spacing_source'])}")

@@ -18,7 +18,7 @@ import pandas as pd
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from data_setup.resample import Resampled
+from data_setup.resample import NEAREST, Resampled, rule_of
 from data_setup.store.format import (
     DUPLICATE,
     FORMAT_VERSION,
@@ -80,11 +80,12 @@ class StoreWriter:
         """Make a store of `num_rows` empty rows, or check that the one here has this geometry and source.
 
         Raises UserError. One store has one source: a path identifies a row only below one root; `rebase`
-        says that the root is now `source_root`. Runs that start together write the same bytes.
+        says that the root is now `source_root`. One store has one rule of planes: that by which it was begun.
+        Runs that start together write the same bytes.
         """
         attrs = {
             "format_version": FORMAT_VERSION,
-            "geometry": geometry_of(spatial),
+            "geometry": geometry_of(spatial, NEAREST),
             "normalisation": NORMALISATION,
             "synthetic": synthetic,
             "source_root": storage.absolute(source_root),
@@ -94,6 +95,7 @@ class StoreWriter:
                 storage.write_bytes(storage.join(self.url, name), data, self.options)
             return
         stored = read_attrs(self.url, self.options)
+        attrs["geometry"] = geometry_of(spatial, rule_of(stored.get("geometry", {})))
         moved = stored.get("source_root") != attrs["source_root"]
         for key, expected in attrs.items():
             if stored.get(key) != expected and not (rebase and key == "source_root"):
@@ -107,6 +109,11 @@ class StoreWriter:
             group = json.loads(storage.read_text(url, self.options))
             group["attributes"]["source_root"] = attrs["source_root"]
             storage.write_text(url, json.dumps(group, indent=2), self.options)
+
+    @property
+    def planes(self) -> str:
+        """What the planes of the store's volumes are: its rule of data_setup/resample.py."""
+        return rule_of(read_attrs(self.url, self.options)["geometry"])
 
     def _array(self) -> zarr.Array:
         keys = ObjectStore(self.url, self.options, read_only=False)

@@ -7,6 +7,7 @@ or the command line says otherwise. What the weights rest on may not be said oth
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
@@ -35,6 +37,7 @@ from utils.storage.errors import split_scheme
 INHERITED = ("data", "spatial", "augment", "model", "method")
 BEST_FIRST = ("best_probe.pt", "best_rankme.pt")
 NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
+log = logging.getLogger(__name__)
 # what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
 MAY_CHANGE = ("data.", "eval.", "probe.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
 
@@ -111,6 +114,16 @@ def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str
             f"found {state['normalisation']}"
         )
     store.require_geometry(cfg.spatial)
+    warn_of_planes(store, rule_of(state), url)
+
+
+def warn_of_planes(store: PreparedStore, planes: str, url: str) -> None:
+    """A line where a store's planes are not what those were that the weights at `url` have learnt from."""
+    if store.planes != planes:
+        log.warning(
+            "%s: planes: expected %s, by which %s was trained, found %s: features may differ a little",
+            *(store.url, planes, url, store.planes),
+        )
 
 
 def require_pretraining(state: dict[str, Any], url: str) -> None:

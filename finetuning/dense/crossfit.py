@@ -26,11 +26,12 @@ from finetuning.answers.answer import Answer
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
-from finetuning.dense.evaluation import Arm, answer, examine, markdown
+from finetuning.dense.evaluation import Arm, answer, examine, markdown, open_originals
 from finetuning.dense.examined import HEAD, Examined
 from finetuning.dense.folds import count_look, crossed
 from finetuning.dense.head import GRADER, IMAGE, LABELS, PRETRAINED, RANDOM, UNET, DenseHead
 from finetuning.dense.kind import Content, Kind, Volumes
+from finetuning.dense.on_scan import OnScan
 from finetuning.dense.rivals import CLASSES, on_image_model, plain_unet, second_grader
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
@@ -60,6 +61,7 @@ class Fold(Generic[Volumes]):
     runtime: Runtime
     fingerprint: str  # of all that its results depend on
     image: SliceEncoder | None
+    own: OnScan[Volumes] | str  # what is measured on, or why that is the grid
 
     def head(self) -> DenseHead:
         """The fold's head, trained unless it is there; raises StopRequested, UserError."""
@@ -90,14 +92,16 @@ class Fold(Generic[Volumes]):
             makers[UNET] = partial(plain_unet, self.kind, seed, self.volumes, self.runtime, seconds)
         results = [self._kept("head", head), *(self._kept(name, head, makers[name]) for name in makers)]
         if (grader := second_grader(self.source.cfg, self.volumes)) is not None:
-            results.append(examine(self.kind, self.source.cfg, self.volumes, head, self.runtime, [grader]))
+            results.append(
+                examine(self.kind, self.source.cfg, self.volumes, head, self.runtime, self.own, [grader])
+            )
         return results
 
     def _kept(self, name: str, head: DenseHead, make: Callable[[], Arm] | None = None) -> Examined[Volumes]:
         """Of the head, or of one that is made for it; read where it was measured before."""
         cfg = self.source.cfg
         url = storage.join(cfg.run.dir, f"{name}.npz")
-        asked = digest([self.fingerprint, head.checksum])
+        asked = digest([self.fingerprint, head.checksum, isinstance(self.own, str)])
         if storage.exists(url):
             with np.load(io.BytesIO(storage.read_bytes(url)), allow_pickle=False) as content:
                 if str(content["asked"]) == asked:
@@ -106,9 +110,10 @@ class Fold(Generic[Volumes]):
                         row, _, arm = key.partition("/")
                         drawn.setdefault(int(row), {})[arm] = content[key]
                     lines = pd.DataFrame(json.loads(str(content["lines"])))
-                    return Examined(cfg, self.volumes, head, lines, drawn)
+                    why = self.own if isinstance(self.own, str) else None
+                    return Examined(cfg, self.volumes, head, lines, drawn, why)
         arms = None if make is None else [make()]
-        examined = examine(self.kind, cfg, self.volumes, head, self.runtime, arms)
+        examined = examine(self.kind, cfg, self.volumes, head, self.runtime, self.own, arms)
         text = json.dumps(examined.lines.to_dict("records"), default=float)
         pictures = {f"{row}/{arm}": v for row, of in examined.drawn.items() for arm, v in of.items()}
         buffer = io.BytesIO()
@@ -125,7 +130,9 @@ def source_of_head(head: DenseHead, overrides: Sequence[str]) -> Source:
     return Source(cfg, url, state)
 
 
-def crossfit(kind: Kind[Volumes], source: Source, image: SliceEncoder | None = None) -> str | None:
+def crossfit(
+    kind: Kind[Volumes], source: Source, image: SliceEncoder | None = None, overrides: Sequence[str] = ()
+) -> str | None:
     """The page of all folds; an existing answer to the same question is reused. None where a signal stopped
     it: the same command goes on. Raises UserError.
     """
@@ -149,7 +156,8 @@ def crossfit(kind: Kind[Volumes], source: Source, image: SliceEncoder | None = N
         for count, volumes in enumerate(folds, start=1):
             log.info("fold %d of %d: %s", count, len(folds), volumes.summary)
             own = _of_fold(source, count)
-            results += Fold(kind, own, volumes, runtime, fingerprint, image).results()
+            measured = open_originals(cfg, volumes, source.url, overrides)
+            results += Fold(kind, own, volumes, runtime, fingerprint, image, measured).results()
     except StopRequested:
         log.info("stopped by %s; run the same command again to go on", runtime.stopped_by)
         return None
@@ -211,7 +219,7 @@ def _joined(
     is_in = (whole.fold == EVALUATED) & np.isin(whole.person, people)
     cut = {key: getattr(whole, key)[is_in] for key in ("rows", "fold", "person")}
     beside = tuple(name for name in (IMAGE, UNET, GRADER) if name in set(lines.arm))
-    return Examined(cfg, replace(whole, **cut), results[0].head, lines, drawn, beside)
+    return Examined(cfg, replace(whole, **cut), results[0].head, lines, drawn, results[0].on_grid, beside)
 
 
 def _against(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:

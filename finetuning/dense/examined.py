@@ -37,6 +37,7 @@ class Examined(Generic[Volumes]):
     head: DenseHead
     lines: pd.DataFrame  # arm, row, person_id, name and what a kind measures
     drawn: Mapping[int, Mapping[str, np.ndarray]]  # row -> arm -> prediction, of the rows that are drawn
+    on_grid: str | None = None  # why it was measured on the store's grid; None: on the scans' own voxels
     beside: tuple[str, ...] = ()  # arms that are in no head's file
 
     @property

@@ -8,14 +8,14 @@ of the people.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pandas as pd
 
-from data_setup.attach.grid import box
+from data_setup.attach.grid import box, reach
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.splits import seeded_order
@@ -40,6 +40,12 @@ class DenseVolumes:
     person: np.ndarray  # str [n]
     names: tuple[str, ...]  # of the surfaces or slabs from the vitreous down, or of the classes
 
+    # None: labels are those laid on the grid; else what reads the file of a row (dense/on_scan.py): what
+    # it says over the scan's own voxels in the store's order, and the names in it
+    read_original: Callable[[int], tuple[np.ndarray, tuple[str, ...]]] | None = field(
+        default=None, kw_only=True
+    )
+
     axes: ClassVar[str] = "dw"  # of what is laid on the volumes
 
     def of(self, fold: int) -> np.ndarray:
@@ -62,8 +68,11 @@ class DenseVolumes:
         raise NotImplementedError
 
     def field(self, row: int) -> tuple[slice, ...]:
-        """The acquired field of a row along `axes`."""
-        return box(self.store.index.loc[row], self.axes)
+        """The acquired field of a row along `axes`; of the scan's own voxels those that the grid reaches."""
+        record = self.store.index.loc[row]
+        if self.read_original is not None:
+            return reach(record, self.store.attrs["geometry"], self.axes)
+        return box(record, self.axes)
 
     def cropped(self, row: int, values: np.ndarray) -> np.ndarray:
         """Values [..., *axes] in the acquired field."""
@@ -77,8 +86,9 @@ class DenseVolumes:
         return result
 
     def spacing_mm(self, row: int) -> tuple[float, float, float]:
-        """Of the stored volume (d, h, w)."""
-        d, h, w = (float(self.store.index[f"spacing_after_{axis}"][row]) for axis in "dhw")
+        """Of the stored volume, or of the scan, whichever the labels are read over (d, h, w)."""
+        when = "after" if self.read_original is None else "before"
+        d, h, w = (float(self.store.index[f"spacing_{when}_{axis}"][row]) for axis in "dhw")
         return d, h, w
 
     @property
@@ -90,7 +100,7 @@ class DenseVolumes:
         return f"{', '.join(parts)} participants"
 
 
-def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[str, np.ndarray]:
+def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[str, Any]:
     """The arrays rows, fold and person of the volumes of `index` in the splits train, val and eval.split.
 
     Raises UserError where a split has too few people with `what`; `where`: the store's URL.

@@ -82,7 +82,8 @@ def on_image_model(
     assert trained.best.weights is not None
     kept.keep_tokens(np.unique(volumes.of(EVALUATED)))
     planes = kind.planes(cfg, kept, volumes, runtime.device)
-    return IMAGE, partial(planes.predict, trained.best.weights[1])
+    decoder = trained.best.weights[1]
+    return IMAGE, partial(planes.predict, decoder), partial(planes.outputs, decoder)
 
 
 def plain_unet(kind: Kind[Any], seed: int, volumes: DenseVolumes, runtime: Runtime, seconds: float) -> Arm:
@@ -110,11 +111,15 @@ def plain_unet(kind: Kind[Any], seed: int, volumes: DenseVolumes, runtime: Runti
         net = unet.train(learnt(TRAIN), learnt(VAL), num_classes, seconds, seed, go_on)
 
     @torch.no_grad()
-    def predict(row: int) -> np.ndarray:
-        parts = scans(row).to(runtime.device).split(unet.BATCH)
-        return np.asarray(predicted_of(torch.cat([net(part).cpu() for part in parts]).softmax(dim=1)))
+    def outputs(row: int) -> Iterator[Tensor]:
+        for part in scans(row).to(runtime.device).split(unet.BATCH):
+            yield net(part).cpu().movedim(1, 0)[None]
 
-    return UNET, predict
+    def predict(row: int) -> np.ndarray:
+        whole = torch.cat(list(outputs(row)), dim=2)[0].movedim(0, 1)
+        return np.asarray(predicted_of(whole.softmax(dim=1)))
+
+    return UNET, predict, outputs
 
 
 def second_grader(cfg: Config, volumes: DenseVolumes) -> Arm | None:
@@ -137,7 +142,7 @@ def second_grader(cfg: Config, volumes: DenseVolumes) -> Arm | None:
                     result[volumes.names.index(name)] = heights_DW
         return result
 
-    return GRADER, read
+    return GRADER, read, None
 
 
 def between_surfaces(volumes: DenseVolumes, row: int) -> np.ndarray:

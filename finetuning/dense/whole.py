@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from data_setup.manifest import Record
 from data_setup.normalisation import plain_view
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.open_record import open_record
-from data_setup.resample import Resampled, output_spacing, resample_frames
+from data_setup.resample import NEAREST, Resampled, is_nearest, output_spacing, resample_frames, scan_weights
 from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
 from finetuning.dense.head import Arm
@@ -35,6 +35,17 @@ from utils.runtime.single import Runtime
 OVERLAP = 0.25  # of neighbouring windows
 AT_ONCE = 8  # planes that go through a decoder together
 Size = tuple[int, int, int]
+Lengths = tuple[float, float, float]
+
+
+class Lattice(NamedTuple):
+    """Voxels of a scan and of its grid, whose fields are centred on each other; mm."""
+
+    shape: Size
+    spacing_mm: Lengths
+    grid: Size
+    grid_spacing_mm: Lengths
+    planes: str  # what a plane of the grid is: data_setup/resample.py
 
 
 @dataclass(frozen=True)
@@ -46,10 +57,22 @@ class WholeScan:
     mean: float  # over the valid voxels of the volume that is stored
     std: float
     fields: dict[str, Any]  # of the stored volume: as Volume's of finetuning.embedding
+    planes: str = NEAREST
+
+    @property
+    def lattice(self) -> Lattice:
+        d, h, w = self.volume.voxels.shape
+        return Lattice(
+            self.header.shape, self.header.spacing_mm, (d, h, w), self.volume.spacing_mm, self.planes
+        )
 
 
-def read_whole(record: Record, cfg: Config, options: StorageOptions, axes: str = "dhw") -> WholeScan:
-    """The scan of a record; `axes`: along which the grid may grow. Raises OCTReadError, StorageError."""
+def read_whole(
+    record: Record, cfg: Config, options: StorageOptions, axes: str = "dhw", planes: str = NEAREST
+) -> WholeScan:
+    """The scan of a record; `axes`: along which the grid may grow, `planes`: the rule of the store that the
+    decoder was trained on. Raises OCTReadError, StorageError.
+    """
     header, frames = open_record(record, options)
     meter = Looks()
     spatial = cfg.spatial
@@ -70,11 +93,12 @@ def read_whole(record: Record, cfg: Config, options: StorageOptions, axes: str =
         spatial.target_spacing,
         spatial.resample,
         header.flip_d,
+        planes,
     )
     measured = measure(_middle(volume, spatial.image_size))
     fields = measured | meter.columns(header.spacing_mm) | acquisition(header)
     mean, std = float(measured["intensity_mean"]), float(measured["intensity_std"])
-    return WholeScan(header, volume, mean, std, fields)
+    return WholeScan(header, volume, mean, std, fields, planes)
 
 
 def _grown(size: int, needed: float) -> int:
@@ -133,27 +157,31 @@ def decode(decoder: nn.Module, tokens_BNE: Tensor, voxels_B1DHW: Tensor, cfg: Co
 
 
 def classes_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
-    """The likeliest output of every voxel of the scan, uint8 [D, H, W] in the order of its reader's frames.
+    """As `classes_at`, with the scan's B-scans in the order of its reader's frames."""
+    classes = classes_at(outputs_SDHW, scan.lattice)
+    return np.ascontiguousarray(classes[::-1]) if scan.header.flip_d else classes
+
+
+def classes_at(outputs_SDHW: Tensor, lattice: Lattice) -> np.ndarray:
+    """The likeliest output of every voxel of a scan, uint8 [D, H, W] in the store's order.
 
     Probabilities between voxels of the grid are linear.
     """
-    shape = scan.header.shape
     probability = outputs_SDHW.softmax(dim=0)
-    (low_d, share_d), (low_h, share_h), (low_w, share_w) = _places(scan)
-    result = np.empty(shape, np.uint8)
-    for frame in range(shape[0]):
-        d = shape[0] - 1 - frame if scan.header.flip_d else frame
+    (low_d, share_d), (low_h, share_h), (low_w, share_w) = _places(lattice)
+    result = np.empty(lattice.shape, np.uint8)
+    for d in range(lattice.shape[0]):
         plane = torch.lerp(*_neighbours(probability, 1, low_d[d : d + 1]), float(share_d[d]))[:, 0]
         plane = torch.lerp(*_neighbours(plane, 1, low_h), share_h[None, :, None])
         plane = torch.lerp(*_neighbours(plane, 2, low_w), share_w)
-        result[frame] = plane.argmax(dim=0).to(torch.uint8).numpy()
+        result[d] = plane.argmax(dim=0).to(torch.uint8).numpy()
     return result
 
 
 def surfaces_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
     """Surfaces in rows of the scan (0: its first), float32 [S, D, W] in the order of its reader's frames."""
     heights = heights_of(outputs_SDHW[None])[0]
-    (low_d, share_d), _, (low_w, share_w) = _places(scan)
+    (low_d, share_d), _, (low_w, share_w) = _places(scan.lattice)
     heights = torch.lerp(*_neighbours(heights, 1, low_d), share_d[None, :, None])
     heights = torch.lerp(*_neighbours(heights, 2, low_w), share_w)
     spacing, own = scan.volume.spacing_mm[1], scan.header.spacing_mm[1]
@@ -162,16 +190,19 @@ def surfaces_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
     return np.ascontiguousarray(rows[:, ::-1] if scan.header.flip_d else rows)
 
 
-def _places(scan: WholeScan) -> list[tuple[Tensor, Tensor]]:
-    """For each axis, where the scan's voxels lie on the grid: the voxel before, and the share of the next."""
-    result = []
-    for count, own, size, target in zip(
-        scan.header.shape,
-        scan.header.spacing_mm,
-        scan.volume.voxels.shape,
-        scan.volume.spacing_mm,
-        strict=True,
-    ):
+def _places(lattice: Lattice) -> list[tuple[Tensor, Tensor]]:
+    """For each axis, where the scan's voxels lie on the grid: the voxel before, and the share of the next; of
+    a B-scan its own plane.
+    """
+    result, axes = [], zip(*lattice[:4], strict=True)
+    for axis, (count, own, size, target) in enumerate(axes):
+        if axis == 0 and is_nearest(own, target, lattice.planes):
+            weights = scan_weights(count, own, size, target, lattice.planes)
+            there = np.flatnonzero(weights.any(axis=1))  # what the grid does not reach is as its last plane
+            weights = weights[np.arange(count).clip(there[0], there[-1])]
+            first = (weights > 0).argmax(axis=1)
+            result.append((torch.from_numpy(first), torch.from_numpy(1 - weights[np.arange(count), first])))
+            continue
         place = (torch.arange(count, dtype=torch.float64) + 0.5 - count / 2) * own / target + size / 2 - 0.5
         place = place.clamp(0, size - 1)
         low = place.floor().clamp(max=max(size - 2, 0))

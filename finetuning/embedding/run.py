@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 from torch import nn
 
+from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.source import (
@@ -77,7 +78,7 @@ def embed(
         "format_version": FORMAT_VERSION,
         "checkpoint_sha256": state["checksum"],
         "weights": weights_digest(encoder),
-        "geometry": geometry_of(cfg.spatial) | {"patch_size": list(cfg.spatial.patch_size)},
+        "geometry": geometry_of(cfg.spatial, volumes.planes) | {"patch_size": list(cfg.spatial.patch_size)},
         "normalisation": state["normalisation"],
         "precision": "bfloat16" if runtime.use_bf16 else "float32",
         "patches": patches,
@@ -144,7 +145,7 @@ def _volumes(
             f"{url}: normalisation: expected {NORMALISATION}, which files are given, "
             f"found {state['normalisation']}"
         )
-    return DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options)
+    return DicomVolumes(find_dicoms(dicoms, options), cfg.spatial, options, rule_of(state))
 
 
 def embed_rows(

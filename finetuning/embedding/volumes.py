@@ -75,6 +75,11 @@ class StoreVolumes:
         return volume_digests(self.store, np.array(self.rows))
 
     @property
+    def planes(self) -> str:
+        """What the planes of the volumes are: a rule of data_setup/resample.py."""
+        return self.store.planes
+
+    @property
     def about(self) -> dict[str, Any]:
         """What identifies the collection, for embed.json."""
         return {"store": storage.absolute(self.store.url), "synthetic": self.store.attrs["synthetic"]}
@@ -136,8 +141,10 @@ class DicomVolumes:
     uses_processes = True
     index = None  # the files alone say what they are
 
-    def __init__(self, urls: Sequence[str], spatial: SpatialConfig, options: StorageOptions) -> None:
-        self.urls, self.spatial, self.options = list(urls), spatial, options
+    def __init__(
+        self, urls: Sequence[str], spatial: SpatialConfig, options: StorageOptions, planes: str
+    ) -> None:
+        self.urls, self.spatial, self.options, self.planes = list(urls), spatial, options, planes
         self.num_rows = len(self.urls)
         self.rows = list(range(self.num_rows))
 
@@ -156,7 +163,7 @@ class DicomVolumes:
         return {"row": row, "path": self.urls[row], "listed": True}
 
     def reader(self, row: int) -> DicomFile:
-        return DicomFile(row, self.urls[row], self.spatial, self.options)
+        return DicomFile(row, self.urls[row], self.spatial, self.options, self.planes)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,7 @@ class DicomFile:
     url: str
     spatial: SpatialConfig
     options: StorageOptions
+    planes: str
 
     def __call__(self) -> Volume | Reject:
         fields: dict[str, Any] = {"row": self.row, "path": self.url, "listed": True}
@@ -175,7 +183,7 @@ class DicomFile:
             source = storage.stat(self.url, self.options)
             fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
             header, volume, measured = read_volume(
-                unknown_record(self.url), self.spatial, self.options, Looks
+                unknown_record(self.url), self.spatial, self.options, Looks, self.planes
             )
         except storage.StorageNotFoundError as error:
             return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})

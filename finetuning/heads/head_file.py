@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from data_setup.loader import EVALUATION_BATCH
+from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
-from finetuning.cohort.source import Source, find_checkpoint, require_known_place
+from finetuning.cohort.source import Source, find_checkpoint, require_known_place, warn_of_planes
 from finetuning.features.familiarity import Familiarity
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import load_strictly, pretrained_encoder
@@ -232,9 +233,15 @@ class OnGrid(Protocol):
 
 
 def require_same_grid(head: OnGrid, store: PreparedStore) -> None:
-    """Raise UserError unless the store's volumes are on the grid that the head was trained on."""
+    """Raise UserError unless the store's volumes are on the grid that the head was trained on. Planes of
+    another rule are a warning: a store of today can be asked by a head of before.
+    """
     for key in ("normalisation", "geometry"):
-        if store.attrs[key] != head.state[key]:
+        expected, actual = head.state[key], store.attrs[key]
+        if key == "geometry":
+            warn_of_planes(store, rule_of(expected), head.url)
+            expected, actual = ({**part, "planes": store.planes} for part in (expected, actual))
+        if actual != expected:
             raise UserError(
                 f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
             )

@@ -17,7 +17,6 @@ import torch
 
 from data_setup.attach.grid import lay_on_scan, means_on_scan
 from data_setup.normalisation import plain_view
-from data_setup.store.format import geometry_of
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
 from finetuning.dense.layers.etdrs import etdrs_tables
@@ -102,7 +101,7 @@ class SlabPredictor(DensePredictor):
 
     def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         names = self.head.names
-        slabs = means_on_scan(predicted_SDW, volume.fields, geometry_of(self.cfg.spatial)).astype(np.float32)
+        slabs = means_on_scan(predicted_SDW, volume.fields, self.head.state["geometry"]).astype(np.float32)
         line |= {"mean": {name: mean_or_none(slab) for name, slab in zip(names, slabs, strict=True)}}
         d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
         texts = [short_name(volume.fields["path"]), NOTICE, *line["warnings"]]
@@ -123,7 +122,7 @@ class SurfacePredictor(DensePredictor):
 
     def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         names, fields = self.head.names, volume.fields
-        rows = lay_on_scan(predicted_SDW, fields, geometry_of(self.cfg.spatial))
+        rows = lay_on_scan(predicted_SDW, fields, self.head.state["geometry"])
         um = (rows + 0.5) * float(fields["spacing_before_h"]) * 1000
         thickness = {
             f"{upper} to {lower}": um[below] - um[above]

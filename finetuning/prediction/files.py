@@ -18,6 +18,7 @@ import yaml
 from data_setup.export.predictions import load_highdicom, write_height_map, write_nifti, write_png, write_seg
 from data_setup.manifest import Record, read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
 from finetuning.dense.head import DenseHead
@@ -102,7 +103,11 @@ class Files:
         with Fault() as fault:
             try:
                 require_file(record.url)
-                scan = read_whole(record, self.cfg, self.options, "dw" if self.form == HEIGHTMAP else "dhw")
+                axes, planes = (
+                    "dw" if self.form == HEIGHTMAP else "dhw",
+                    rule_of(self.head.state.get("geometry", {})),
+                )
+                scan = read_whole(record, self.cfg, self.options, axes, planes)
             except storage.StorageNotFoundError as error:
                 return line | {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
             except storage.StorageAwayError:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_setup.manifest import Record, unknown_record
+from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden, require_known_place
 from finetuning.dense.head import DenseHead, head_kind
@@ -105,7 +106,8 @@ def predict(
         if isinstance(head, DenseHead) and form is not None:
             work = Files(head, cfg, records, form, out, runtime, anonymous)
         else:
-            work = Answers(_predictor(head, cfg, runtime, occlusion), cfg, records, out)
+            planes = rule_of(head.state["geometry"])
+            work = Answers(_predictor(head, cfg, runtime, occlusion), cfg, records, out, planes)
         return _write(work, head, cfg, runtime, out, lease)
 
 
@@ -160,10 +162,13 @@ class Answers:
 
     name = "predictions.jsonl"  # of the lines
 
-    def __init__(self, predictor: Predictor, cfg: Config, records: Sequence[Record], folder: str) -> None:
+    def __init__(
+        self, predictor: Predictor, cfg: Config, records: Sequence[Record], folder: str, planes: str
+    ) -> None:
+        """`planes`: the rule of the store that the head was trained on."""
         self.predictor, self.cfg, self.folder = predictor, cfg, folder
         self.options = cfg.data.storage_options
-        self.volumes = DicomVolumes([r.url for r in records], cfg.spatial, cfg.data.storage_options)
+        self.volumes = DicomVolumes([r.url for r in records], cfg.spatial, self.options, planes)
 
     @property
     def about(self) -> Line:

@@ -124,6 +124,7 @@ def export_facts(weights: Weights, cfg: Config, which: str) -> dict[str, Any]:
         "image_size": list(cfg.spatial.image_size),
         "target_spacing_mm": list(cfg.spatial.target_spacing),
         "resample": cfg.spatial.resample,
+        "planes": weights.facts["planes"],
         "model_size": cfg.model.size,
         "experiment_name": cfg.experiment_name,
         "checkpoint_sha256": weights.facts["sha256"],

@@ -28,6 +28,7 @@ from models.vit3d import SIZES
 from models.weights.hf_layout import FIXED, MODEL_TYPE, from_hf
 from models.weights.image import MODEL_TYPES, REFUSED, image_model
 from models.weights.shape import (
+    BLENDED,
     EXPORT_FORMAT,
     FACTS_KEY,
     ROLES,
@@ -274,6 +275,7 @@ def _own(url: str, state: dict[str, Any]) -> Weights:
         "recipe_name": recipe_name(cfg.method),
         "step": state["step"],
         "normalisation": state["normalisation"],
+        "planes": state.get("planes", BLENDED),
         "participants": state["participants"],
         "init_weight": state["progress"]["init_weight"],
         "synthetic": state.get("synthetic"),  # None: an early checkpoint does not hold it

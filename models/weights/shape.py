@@ -24,6 +24,7 @@ from utils.errors import ConfigError
 
 EXPORT_FORMAT = "oct_encoder"  # "format" in an export's config.json
 FACTS_KEY = "oct_foundation"  # facts of the training, in the config.json of both layouts
+NEAREST, BLENDED = "nearest", "blended"  # planes of the stores trained on: data_setup/resample.py
 Layout = Literal["research", "research_2_1", "hugging_face", "image", "checkpoint", "export"]
 HEAD_DIM = 64  # of every V-JEPA 2 encoder but ViT-H
 HEADS = {1280: 16}

@@ -130,6 +130,7 @@ def save(
         "model": {f"target_encoder.{name}": value for name, value in encoder.state_dict().items()},
         "config": to_yaml(cfg),
         "normalisation": "zscore_valid",
+        "planes": "nearest",
         "participants": [person("train", n) for n in range(PEOPLE["train"])],
     }
     writer.save(content | state, ["best_probe"])

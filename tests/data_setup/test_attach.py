@@ -28,7 +28,7 @@ FILE = {"heights": "associated_segmentation_file_path", "flow": "associated_enfa
 LINK = {"heights": "associated_segmentation_file_path", "flow": "flow_cube_file_path"}
 NOTHING = {"heights": "no_segmentation 3", "flow": "no_flow_cube 3"}
 REMARK = {"heights": "labels of a machine, not truth", "flow": "no measure of speed, and no truth"}
-UNCLEAR = {"heights": (MapJob, "edge", 0), "flow": (CubeJob, "fit", 1)}  # scans that do not decide
+UNCLEAR = {"heights": (MapJob, "edge", 0), "flow": (CubeJob, "fit", 0)}  # scans that do not decide
 
 
 def lay(root: Path, mode: str, *overrides: str) -> int:

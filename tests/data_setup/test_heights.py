@@ -13,6 +13,7 @@ from data_setup.attach.heights import read_jobs
 from data_setup.attach.stored import StoredHeights
 from data_setup.phantom.octa import SURFACES_OF
 from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_heights
+from data_setup.resample import plane_weights
 from data_setup.store.reader import PreparedStore
 from tests.support.heights_factory import OCTA, config, make_tree, prepare_all
 from tests.support.octa_faults import HEIGHT_FAULTS, HEIGHT_HABITS, HEIGHT_QUIRKS
@@ -56,14 +57,18 @@ def in_store(root: Path, row: int) -> tuple[PreparedStore, np.ndarray, tuple[str
 
 
 def expected_um(root: Path, record: pd.Series, surface: str) -> np.ndarray:
-    """Depth of a surface below the field's middle in um [D, W]: truth at the stored A-scans' places, by
-    plain linear interpolation.
+    """Depth of a surface below the field's middle in um [D, W]: truth of the planes' own B-scans where these
+    lie apart, else at the stored A-scans' places, by plain linear interpolation.
     """
     surfaces, axial_mm = truth_of(root, record.sop_instance_uid)
     rows = surfaces[surface][::-1] if record.flipped_d else surfaces[surface]
     rows = rows.astype(float)
     for axis, name, target in ((0, "d", 8), (1, "w", 32)):
         count = rows.shape[axis]
+        pitch, step = (float(record[f"spacing_{when}_{name}"]) for when in ("before", "after"))
+        if name == "d" and pitch > step / 2:
+            rows = plane_weights(count, pitch, target, step).weights @ rows
+            continue
         own = (np.arange(count) + 0.5 - count / 2) * record[f"spacing_before_{name}"]
         wanted = (np.arange(target) + 0.5 - target / 2) * record[f"spacing_after_{name}"]
         rows = np.apply_along_axis(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,3 +194,20 @@ def test_what_is_worth_nothing_and_what_lies_outside_is_said(tmp_path: Path) -> 
     assert "quality below 0.01: 2 more, in prepare_report.json" in text
     assert "warning: wide: 60% of the scan lies outside the grid" in text
     assert text.count("of the scan lies outside") == 1
+
+
+def test_b_scans_that_no_plane_is_are_said() -> None:
+    """Of a scan whose B-scans lie closer than planes and further apart than half of that; of a store whose
+    planes are mixed none is left out, and that is said.
+    """
+    apart = {"shape_before_d": 25.0, "spacing_before_d": 0.1, "spacing_after_d": 0.12, "quality": 1.0}
+    index = index_store([{**apart, "protocol": "p", "split": "train"}]).index
+    geometry = {"image_size": [32, 8, 8], "planes": "nearest"}
+    text = table(summarise(index, {"synthetic": True, "geometry": geometry}, {}, RUN))
+    assert re.search(r"warning: p: left out, .* apart: B-scans \d+, \d+, \d+ and \d+ more of 25;", text)
+    assert "0.1 mm along D (spatial.target_spacing) has a plane for each" in text
+    assert "planes: mixed" not in text
+    del geometry["planes"]
+    text = table(summarise(index, {"synthetic": True, "geometry": geometry}, {}, RUN))
+    assert "left out" not in text
+    assert "planes: mixed of neighbouring B-scans, as an older version began this store" in text

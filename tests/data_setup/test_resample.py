@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from monai.data import MetaTensor
 from monai.transforms import Spacing
 
-from data_setup.resample import Resampled, axis_weights, resample_frames
+from data_setup.attach.grid import lay_on_grid, lay_on_scan, nearest_voxels
+from data_setup.resample import (
+    BLENDED,
+    NEAREST,
+    Resampled,
+    axis_weights,
+    left_out,
+    plane_weights,
+    resample_frames,
+)
 
 ONE = (1.0, 1.0, 1.0)
 
 
 def resample(volume: np.ndarray, spacing: tuple, size: tuple, target: tuple, **options: object) -> Resampled:
-    return resample_frames(iter(volume), volume.shape, spacing, size, target, **options)
+    """By the triangle along D too, as it is along the other axes."""
+    return resample_frames(
+        iter(volume), volume.shape, spacing, size, target, **{"planes": BLENDED, **options}
+    )
 
 
 def smooth(shape: tuple[int, int, int], seed: int = 0) -> np.ndarray:
@@ -177,3 +190,70 @@ def test_weights_sum_to_one_inside_and_nothing_outside() -> None:
 def test_too_few_frames_is_an_error() -> None:
     with pytest.raises(AssertionError, match="3 frames of a volume of 5"):
         resample_frames(iter(np.ones((3, 4, 4), np.uint8)), (5, 4, 4), ONE, (5, 4, 4), ONE)
+
+
+COUNTS = (11, 12, 25, 48, 97, 144, 145)  # B-scans of a scan
+PITCHES = [  # between B-scans, and between planes of the grid, mm
+    *((0.03, 0.03), (0.0605, 0.12), (0.1, 0.12), (0.115, 0.12), (0.12, 0.12), (0.123, 0.12)),
+    *((0.24, 0.12), (0.25, 0.12), (0.36, 0.12), (0.25, 0.25)),
+]
+
+
+@pytest.mark.parametrize(("pitch", "target"), PITCHES)
+@pytest.mark.parametrize("planes", [NEAREST, BLENDED])
+def test_no_b_scan_is_mixed_with_another(pitch: float, target: float, planes: str) -> None:
+    """Image, surfaces and classes of a plane are of one B-scan, and come back as they were. BLENDED, the rule
+    of older stores, is seen to mix them.
+    """
+    worst_um = 0.0
+    for count in COUNTS:
+        for more in (-4, 1, 2):  # planes than the field has, odd and even
+            size = max(4, round(count * pitch / target) + more)
+            shape, spacing = (count, 20, 3), (pitch, 0.004, 0.02)
+            rng = np.random.default_rng(count)
+            label = rng.permutation(count).astype(np.uint8) + 1
+            volume = np.broadcast_to(label[:, None, None], shape)
+            rows = rng.uniform(2, 18, (1, count, 1)).repeat(3, axis=2).astype(np.float32)
+            laid = resample(volume, spacing, (size, 20, 3), (target, 0.004, 0.02), planes=planes)
+            record = {f"shape_before_{a}": n for a, n in zip("dhw", shape, strict=True)}
+            record |= {f"spacing_before_{a}": mm for a, mm in zip("dhw", spacing, strict=True)}
+            record |= {f"spacing_after_{a}": mm for a, mm in zip("dhw", laid.spacing_mm, strict=True)}
+            geometry = {"image_size": [size, 20, 3], "planes": planes}
+            for is_flipped in (False, True):
+                facts = pd.Series(record | {"flipped_d": is_flipped})
+                heights = lay_on_grid(rows, facts, geometry)
+                back = lay_on_scan(heights, facts, geometry)[:, :: -1 if is_flipped else 1]
+                own = np.setdiff1d(
+                    np.flatnonzero(~np.isnan(back[0, :, 1])), left_out(count, pitch, size, target, planes)
+                )
+                worst_um = max(worst_um, np.abs(back - rows)[0, own].max() * 4)
+            if planes == BLENDED:
+                continue
+            classes, _ = nearest_voxels(volume, facts, geometry)
+            np.testing.assert_array_equal(classes, laid.voxels)
+            d0, d1 = laid.valid_box[:2]
+            source = np.argsort(label)[laid.voxels[d0:d1, 0, 0].astype(int) - 1]
+            np.testing.assert_allclose(heights[0, d0:d1, 1], rows[0, source, 1], atol=1e-4)
+            assert set(source) == set(own)
+    assert (worst_um < 1) == (planes == NEAREST)
+
+
+@pytest.mark.parametrize(
+    ("count", "pitch", "size", "expected"),
+    [
+        (5, 0.12, 5, [0, 1, 2, 3, 4]),
+        (5, 0.12, 6, [0, 1, 2, 3, 4, None]),  # half a step aside, where they coincide
+        (4, 0.12, 6, [None, 0, 1, 2, 3, None]),
+        (4, 0.24, 8, [0, 0, 1, 1, 2, 2, 3, 3]),
+        (8, 0.08, 5, [0, 2, 3, 5, 6]),  # closer than planes: some are left out
+    ],
+)
+def test_which_b_scan_a_plane_is(count: int, pitch: float, size: int, expected: list[int | None]) -> None:
+    weights = plane_weights(count, pitch, size, 0.12).weights
+    assert [int(row.argmax()) if row.any() else None for row in weights] == expected
+    assert left_out(count, pitch, size, 0.12, NEAREST).tolist() == ([1, 4, 7] if pitch == 0.08 else [])
+
+
+def test_dense_b_scans_are_filtered_as_before() -> None:
+    for arguments in ((60, 0.06, 30, 0.12), (200, 0.012, 16, 0.12)):
+        np.testing.assert_array_equal(plane_weights(*arguments).weights, axis_weights(*arguments).weights)

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_setup.resample import Resampled
+from data_setup.resample import BLENDED, NEAREST, Resampled, rule_of
 from data_setup.store.format import FORMAT_VERSION, INDEX_COLUMNS, RECORD_COLUMNS, checksum, chunk_key
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
+from tests.data_setup.prepare.runs import unname_planes
 from utils import storage
 from utils.config.schema import SpatialConfig
 from utils.errors import UserError
@@ -135,6 +136,17 @@ def test_another_geometry_is_refused(filled: StoreWriter) -> None:
         filled.create(SPATIAL, "gs://source", synthetic=False)
     with pytest.raises(UserError, match="source_root: expected gs://other, found gs://source"):
         filled.create(SPATIAL, "gs://other", synthetic=True)
+
+
+def test_a_store_keeps_the_rule_of_planes_by_which_it_was_begun(filled: StoreWriter) -> None:
+    """A store of before names none: it goes on as it was, and is never half of each."""
+    assert filled.planes == PreparedStore.open(filled.url).planes == NEAREST
+    unname_planes(filled.url)
+    filled.create(SPATIAL, "gs://source", synthetic=True)
+    assert filled.planes == PreparedStore.open(filled.url).planes == BLENDED
+    PreparedStore.open(filled.url).require_geometry(SPATIAL)
+    with pytest.raises(UserError, match="planes: expected nearest or blended, found mean; another version"):
+        rule_of({"planes": "mean"})
 
 
 def test_another_version_is_refused_and_not_touched(filled: StoreWriter) -> None:

@@ -22,8 +22,10 @@ from data_setup.attach.grid import lay_on_grid, lay_on_scan
 from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import StoredHeights
 from data_setup.loader import evaluation_batches
+from data_setup.manifest import read_records
 from data_setup.normalisation import plain_view
 from data_setup.readers.heights import DEPTH_OF_LABEL
+from data_setup.readers.open_record import open_record
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import predict as predict_command
@@ -43,6 +45,7 @@ from finetuning.dense.layers.metrics import boundary_error_um
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
 from finetuning.dense.moves import Moves
+from finetuning.dense.on_scan import OnScan
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
@@ -132,7 +135,7 @@ def test_the_last_update_of_every_arm_has_the_least_rate(trained: Path) -> None:
 
 
 def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated: tuple[Path, str]) -> None:
-    """Its surfaces are those that were measured: the same mean error, and the device's own heights."""
+    """Its surfaces are those that were measured, on the grid: about the same error, from the same heights."""
     folder, _ = evaluated
     lines = pd.read_parquet(folder / "surfaces.parquet")
     lines = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
@@ -142,7 +145,7 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
         picture, own = load_layers(path), lines[lines.row == int(path.stem.removeprefix("row_"))]
         error = boundary_error_um(picture.predicted, picture.truth, picture.spacing[1])
         expected = own.set_index("name").error_um.reindex(picture.names).to_numpy()
-        np.testing.assert_allclose(error, expected, rtol=1e-5)
+        np.testing.assert_allclose(error, expected, rtol=0.3)
         assert picture.title.startswith(own.device.iloc[0])
 
 
@@ -253,17 +256,19 @@ def shifted(world: Path, arms: dict[int, float]) -> Any:
 def test_errors_are_those_of_the_volumes_own_spacing(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One voxel off is one axial spacing; random initialisation is made two voxels off."""
+    """One voxel off is one axial spacing; random initialisation is made two voxels off. Labels are those of
+    the files, from which what comes back from the grid differs a little.
+    """
     head = LAYERS.open_head(str(trained), StorageOptions())
     monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
     offsets = {id(arm.decoder): 1.0 + number for number, arm in enumerate(head.arms)}
     monkeypatch.setattr(Planes, "predict", shifted(world, offsets))
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
-    assert content["overall"][PRETRAINED]["value"] == pytest.approx(48, rel=1e-5)
-    assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=1e-5)
-    assert content["difference"]["ratio"] == pytest.approx(0.5, rel=1e-5)
-    assert content["difference"]["ci95"] == pytest.approx([48, 48], rel=1e-5)
+    assert content["overall"][PRETRAINED]["value"] == pytest.approx(48, rel=0.03)
+    assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=0.03)
+    assert content["difference"]["ratio"] == pytest.approx(0.5, rel=0.03)
+    assert content["difference"]["ci95"] == pytest.approx([48, 48], rel=0.03)
     people, start = content["n_participants"], "Pre-training against random initialisation: cannot say, "
     flips = f"because an exact test by sign flips gives p {2 ** (1 - people):.3g}"
     assert content["verdict"].startswith(f"{start}{flips}")
@@ -275,12 +280,50 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     assert caution in layers_tables(content)[0].note
     lines = pd.read_parquet(tmp_path / "surfaces.parquet")
     of_arm = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
-    assert (of_arm.hd95_um <= 48.01).all()
+    assert (of_arm.hd95_um <= 75).all()
     # a shift changes no thickness: the sectors are the device's own
     sectors = pd.read_csv(tmp_path / "etdrs.csv")
     assert set(SECTORS) < set(sectors.columns)
     assert sectors.centre.notna().any()
     assert max(content["etdrs"][PRETRAINED].values()) < 3  # the device's holes and rim are filled
+
+
+def test_the_page_says_on_what_it_was_measured(
+    trained: Path, evaluated: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Where the maps' manifest is gone, on the grid: another question than that of the scans' own voxels."""
+    folder, text = evaluated
+    own = json.loads((folder / "layers.json").read_text())
+    assert own["measured_on"] == "scan"
+    assert "Measured at the scans' own B-scans, rows and A-scans, against the labels of the files" in text
+    place = tmp_path / "gone" / "manifest.tsv"
+    text = evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}", f"data.octa_manifest_path={place}"])
+    content = json.loads((tmp_path / "layers.json").read_text())
+    assert content["measured_on"] == "grid"
+    assert "**Measured on the grid of the store, against labels laid on it, not at the scans' own" in text
+    assert str(place) in text
+    for arm, part in own["overall"].items():
+        assert content["overall"][arm]["value"] == pytest.approx(part["value"], rel=0.3)
+        assert content["overall"][arm]["value"] != part["value"]
+
+
+@pytest.mark.parametrize("planes_more", [0, 1])  # an odd grid, and an even one
+def test_heights_of_apart_b_scans_come_back_to_the_file(tmp_path: Path, planes_more: int) -> None:
+    """An odd number of B-scans, as far apart as planes: what is laid comes back as it is in the file."""
+    make_tree(tmp_path / "tree", 12, (), (MAESTRO,), (11, 72, 16))
+    cfg = config(tmp_path, "task.kind=layers")
+    listed = read_records(cfg).records[0]
+    d_mm, h_mm, w_mm = open_record(listed, StorageOptions())[0].spacing_mm
+    grid = [f"spatial.target_spacing=[{d_mm},{h_mm},{w_mm}]", "spatial.patch_size=[1,8,8]"]
+    grid += [f"spatial.image_size=[{11 + planes_more},72,16]"]
+    prepare_all(tmp_path, *grid)
+    volumes = read_volumes(config(tmp_path, "task.kind=layers", *grid), PreparedStore.open(cfg.data.store))
+    own = OnScan.open(cfg, volumes)
+    for row in map(int, volumes.rows):
+        truth, back = own.volumes.read(row), own.bring(row, volumes.read(row), None)
+        assert truth.shape == back.shape == (len(volumes.names), 11, 16)
+        assert np.nanstd(truth, axis=1).max() * h_mm * 1000 > 5  # B-scans differ
+        assert boundary_error_um(back, truth, h_mm).max() < 1
 
 
 def test_people_whose_surfaces_no_training_volume_has(

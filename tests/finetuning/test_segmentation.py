@@ -75,6 +75,7 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED]["value"] > 0.6
+    assert content["measured_on"] == "scan"
     assert set(content["overall"]) == {PRETRAINED, RANDOM, ALONE}
     assert content["against_free"]["against"] == ALONE
     assert content["names"] == ["CHOROID", "ONL"]
@@ -175,7 +176,7 @@ def test_masks_of_an_interleaved_scan_are_in_the_order_of_its_file(
 def test_dice_is_of_a_volume_and_people_are_resampled(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The truth itself has Dice 1; random initialisation sees nothing but background and has 0."""
+    """The truth laid on the grid has Dice 1 there; random initialisation sees background alone and has 0."""
     head = SEGMENTATION.open_head(str(trained), StorageOptions())
     monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
 
@@ -184,7 +185,8 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
         return np.where((truth == IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
 
     monkeypatch.setattr(ClassPlanes, "predict", predict)
-    text = evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}"])
+    gone = f"data.manifest_path={tmp_path / 'gone.tsv'}"
+    text = evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}", gone])
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
     assert content["difference"]["value"] == 1.0

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from data_setup.resample import Resampled
+from data_setup.resample import NEAREST, Resampled
 from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
@@ -119,6 +119,7 @@ def save_checkpoint(cfg: Config, change: Callable[[VJEPA3D], None] = lambda mode
         "model": model.state_dict(),
         "config": to_yaml(cfg),
         "normalisation": "zscore_valid",
+        "planes": NEAREST,
         "participants": [person("train", n) for n in range(PEOPLE["train"])],
     }
     writer.save(content | state, ["best_probe"])

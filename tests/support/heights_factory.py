@@ -67,10 +67,10 @@ def config(root: Path, *overrides: str) -> Config:
     return load_config(SMOKE, words(root, *overrides)[2:])
 
 
-def prepare_all(root: Path) -> None:
+def prepare_all(root: Path, *overrides: str) -> None:
     """The store and its height maps."""
-    assert prepare.main([*words(root), "--workers", "0"]) == 0
-    assert prepare.main([*words(root), "--workers", "0", "--heights"]) == 0
+    assert prepare.main([*words(root, *overrides), "--workers", "0"]) == 0
+    assert prepare.main([*words(root, *overrides), "--workers", "0", "--heights"]) == 0
 
 
 def dense_overrides(world: Path, run: Path, *extra: str) -> list[str]:

@@ -45,9 +45,13 @@ class LayerVolumes(DenseVolumes):
         return self.heights.index[["row", "checksum", "volume", "surfaces"]]
 
     def read(self, row: int) -> np.ndarray:
-        """float32 [S, D, W] in voxels, NaN where there is no height."""
+        """float32 [S, D, W] in voxels, or in rows of the scan, NaN where there is no height."""
         own = self.heights.names(row)
-        values = self.heights.read(row)
+        if self.read_original is not None:
+            values, own = self.read_original(row)
+            values = self.inside(row, values)
+        else:
+            values = self.heights.read(row)
         result = np.full((len(self.names), *values.shape[1:]), np.nan, np.float32)
         for place, name in enumerate(self.names):
             if name in own:

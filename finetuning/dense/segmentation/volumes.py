@@ -38,7 +38,8 @@ class ClassVolumes(DenseVolumes):
 
     def read(self, row: int) -> np.ndarray:
         """uint8 [D, H, W]: 0, 1..C or IGNORED."""
-        places = self.place_of[self.labels.read(row)]
+        values = self.labels.read(row) if self.read_original is None else self.read_original(row)[0]
+        places = self.place_of[values]
         result = np.full_like(places, IGNORED)
         self.cropped(row, result)[:] = self.cropped(row, places)
         return result

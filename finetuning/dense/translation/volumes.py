@@ -31,9 +31,12 @@ class FlowVolumes(DenseVolumes):
 
     def read(self, row: int) -> np.ndarray:
         """float32 [S, D, W] in 0..1, NaN where nothing is known."""
-        stored = self.flow.read_slabs(row)
-        d, _, w = self.store.image_size
-        result = np.full((len(self.names), d, w), np.nan, np.float32)
+        if self.read_original is None:
+            stored = self.flow.read_slabs(row)
+        else:
+            values, own = self.read_original(row)
+            stored = dict(zip(own, values, strict=True))
+        result = np.full((len(self.names), *next(iter(stored.values())).shape), np.nan, np.float32)
         box = self.field(row)
         for place, name in enumerate(self.names):
             if name in stored:

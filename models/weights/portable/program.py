@@ -2,7 +2,8 @@
 
 In: one volume as acquired, uint8 [D, H, W] of any size, its spacing in mm and the direction of its B-scans.
 Out: tokens float32 [N, E], their validity bool [N], and mean and standard deviation over valid tokens [2E].
-The rules are those of data_setup/resample.py (triangle filter, voxel centres, fields centred on each other)
+The rules are those of data_setup/resample.py (triangle filter, voxel centres, fields centred on each other;
+along D the nearest B-scan where they lie apart)
 and data_setup/normalisation.py (z-score over the voxels inside the scan), written in tensors of any size.
 """
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from models.vit3d import VisionTransformer3D
+from models.weights.shape import BLENDED, NEAREST
 
 CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside
 SMALLEST_WEIGHT = 1e-9  # rounding: a sample at the foot of the triangle does not count
@@ -30,12 +32,13 @@ class Preprocess:
     target_spacing_mm: tuple[float, float, float]
     resample: str  # spacing | resize
     patch_size: tuple[int, int, int]
+    planes: str = NEAREST  # nearest | blended: what a plane of the grid is
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Preprocess:
-        """From preprocess.json; raises KeyError for a key that is not there."""
+        """From preprocess.json; raises KeyError for a key that is not there but `planes`, which is newer."""
         triples = {name: tuple(values[name]) for name in ("image_size", "target_spacing_mm", "patch_size")}
-        return cls(**triples, resample=values["resample"])
+        return cls(**triples, resample=values["resample"], planes=values.get("planes", BLENDED))
 
 
 class PortableEncoder(nn.Module):
@@ -110,4 +113,24 @@ class PortableEncoder(nn.Module):
         weights = (1 - (target[:, None] - source).abs() / half_width).clamp(min=0)
         weights = torch.where((weights >= SMALLEST_WEIGHT) & inside[:, None], weights, 0.0)
         total = weights.sum(dim=1, keepdim=True)
-        return (weights / torch.where(total > 0, total, 1.0)).float(), inside
+        blended = weights / torch.where(total > 0, total, 1.0)
+        if axis or self.preprocess.planes == BLENDED:
+            return blended.float(), inside
+        nearest, covered = self._nearest(of_source, spacing, of_target, target_spacing)
+        is_nearest = spacing > target_spacing * (0.5 + CENTRE_TOLERANCE)
+        weights = torch.where(is_nearest, nearest, blended).float()
+        return weights, (covered & is_nearest) | (inside & ~is_nearest)  # onnxruntime has no where of these
+
+    def _nearest(
+        self, of_source: Tensor, spacing: Tensor, of_target: Tensor, target_spacing: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `_axis`, with the nearest B-scan for a plane, on a grid moved by half a step where that is
+        nearer: plane_weights of data_setup/resample.py.
+        """
+        count, last = len(of_target), of_source.max()
+        away = (of_source - last / 2) * spacing / target_spacing - (count - 1) / 2
+        shift = 0.5 * ((away - (away + 0.5).floor()).abs().mean() > 0.25 + CENTRE_TOLERANCE)
+        places = (of_target - (count - 1) / 2 + shift) * target_spacing / spacing + last / 2
+        inside = (places - last / 2).abs() <= (last + 1) / 2 * (1 + CENTRE_TOLERANCE)
+        source = (places - 0.5 - CENTRE_TOLERANCE).ceil().clamp(min=0).minimum(last)
+        return ((source[:, None] == of_source) & inside[:, None]).double(), inside

@@ -35,7 +35,7 @@ from models.weights.portable.write import (
     file_names,
     portable_encoder,
 )
-from models.weights.shape import Weights
+from models.weights.shape import BLENDED, NEAREST, Weights
 from utils import storage
 from utils.errors import UserError
 
@@ -200,6 +200,8 @@ def _check_contract(url: str, contract: dict[str, Any], preprocess: Preprocess, 
         raise SelfTestError(f"{url}: target_spacing_mm: expected 3 values above 0, found {spacing}")
     if preprocess.resample not in ("spacing", "resize"):
         raise SelfTestError(f"{url}: resample: expected spacing or resize, found {preprocess.resample}")
+    if preprocess.planes not in (NEAREST, BLENDED):
+        raise SelfTestError(f"{url}: planes: expected {NEAREST} or {BLENDED}, found {preprocess.planes}")
 
 
 def _check_files(opened: _Folder) -> str:

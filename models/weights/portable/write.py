@@ -100,7 +100,8 @@ def export_portable(weights: Weights, out: str, which: Literal["target", "contex
             f"found {weights.facts['normalisation']}"
         )
     spatial = cfg.spatial
-    preprocess = Preprocess(spatial.image_size, spatial.target_spacing, spatial.resample, spatial.patch_size)
+    grid = spatial.image_size, spatial.target_spacing, spatial.resample, spatial.patch_size
+    preprocess = Preprocess(*grid, weights.facts["planes"])
     module = portable_encoder(weights, which, preprocess)
     arguments = (
         torch.from_numpy(golden_eye()),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.support.pipeline_factory import ROOT, SMOKE
+from utils import storage
 
 CONFIG = str(SMOKE)
 
@@ -31,6 +32,14 @@ def contents(store: Path) -> dict[str, str]:
             data = json.dumps(report).encode()
         digests[str(path.relative_to(store))] = hashlib.sha256(data).hexdigest()
     return digests
+
+
+def unname_planes(store: str) -> None:
+    """Make the store one of before, which names no rule of planes."""
+    url = storage.join(store, "zarr.json")
+    content = json.loads(storage.read_text(url))
+    del content["attributes"]["geometry"]["planes"]
+    storage.write_text(url, json.dumps(content))
 
 
 def start(tree: Path, store: Path, *more: str) -> subprocess.Popen[str]:

@@ -8,14 +8,16 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from data_setup.jobs import Job, prepare_row
+from data_setup.jobs import Job, prepare_row, read_volume
 from data_setup.manifest import read_records
 from data_setup.prepare import main
+from data_setup.resample import BLENDED, NEAREST
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter
-from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms
+from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms, unname_planes
 from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
@@ -82,6 +84,24 @@ def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_p
     os.utime(dicoms(own_tree)[0], ns=(1, 1))
     main(arguments(own_tree, store))
     assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+
+
+def test_an_older_store_is_gone_on_with_by_its_own_rule(
+    own_tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its store names no rule of planes: rows are read again as they were, and the table says so."""
+    store, spacing = tmp_path / "store", "spatial.target_spacing=[0.2,0.048,0.09375]"
+    assert main(arguments(own_tree, store, spacing)) == 0
+    assert "mixed" not in capsys.readouterr().out
+    unname_planes(str(store))
+    shutil.rmtree(store / "rows")
+    assert main(arguments(own_tree, store, spacing)) == 0
+    assert "planes: mixed of neighbouring B-scans, as an older version began" in capsys.readouterr().out
+    opened, cfg = PreparedStore.open(str(store)), load_config(CONFIG, [f"data.gcs_root={own_tree}", spacing])
+    row, record = 0, read_records(cfg).records[0]
+    for planes, is_same in ((BLENDED, True), (NEAREST, False)):
+        volume = read_volume(record, cfg.spatial, cfg.data.storage_options, planes=planes)[1]
+        assert np.array_equal(volume.voxels, opened.read(row)) is is_same
 
 
 def test_rows_whose_source_is_gone_are_kept(

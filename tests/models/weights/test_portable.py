@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from data_setup.normalisation import plain_view
-from data_setup.resample import resample_frames
+from data_setup.resample import BLENDED, NEAREST, resample_frames
 from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
 from data_setup.valid_field import token_valid
@@ -129,16 +129,20 @@ def test_the_program_gives_the_features_of_the_loop(folder: Path, portable: Port
 
 
 @pytest.mark.parametrize("mode", ["spacing", "resize"])
-def test_the_grid_is_that_of_prepare(mode: Literal["spacing", "resize"]) -> None:
-    """The same grey values but for rounding at a half, and the same voxels inside the scan."""
+@pytest.mark.parametrize("planes", [NEAREST, BLENDED])
+def test_the_grid_is_that_of_prepare(mode: Literal["spacing", "resize"], planes: str) -> None:
+    """The same grey values but for rounding at a half, and the same voxels inside the scan; the last volumes
+    have few B-scans, and planes that are these.
+    """
     spatial = config().spatial
-    preprocess = Preprocess(spatial.image_size, spatial.target_spacing, mode, spatial.patch_size)
+    preprocess = Preprocess(spatial.image_size, spatial.target_spacing, mode, spatial.patch_size, planes)
     module = PortableEncoder(build_encoder(config()), preprocess)
-    for seed in range(6):
+    for seed, pitch in enumerate([*[None] * 6, 0.51, 0.8, 1.0, 1.03, 2.0, 2.1]):
         volume, spacing = other_volume(seed)
-        expected = resample_frames(
-            volume, volume.shape, spacing, spatial.image_size, spatial.target_spacing, mode, flip_d=True
-        )
+        if pitch is not None:
+            volume, spacing = volume[: 5 + seed % 3], (pitch * spatial.target_spacing[0], *spacing[1:])
+        grid = spatial.image_size, spatial.target_spacing, mode
+        expected = resample_frames(volume, volume.shape, spacing, *grid, flip_d=True, planes=planes)
         arguments = torch.from_numpy(volume), torch.tensor(spacing, dtype=torch.float64), torch.tensor(False)
         grey, inside = module.on_grid(*arguments)
         difference = np.abs(grey.numpy() - expected.voxels)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import VJEPA2Model
 
+from data_setup.resample import NEAREST
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.predictor import Predictor3D
 from models.vit3d import VisionTransformer3D
@@ -86,6 +87,7 @@ def own_checkpoint(folder: Path, cfg: Config, num_prefix: int = 0, **changes: An
         "config": to_yaml(cfg),
         "recipe": cfg.method.recipe,
         "normalisation": STORE_NORMALISATION,
+        "planes": NEAREST,
         "participants": ["1001", "1002"],
         "progress": {"init_weight": 0.25},
     }

@@ -104,7 +104,7 @@ def named(*has: str) -> Named:
 def test_everybody_is_evaluated_once(world: Path, has: list[str], folds: int | None) -> None:
     """Whoever chooses neither trains nor is evaluated, and every name has somebody to train on."""
     whole = named(*has)
-    cfg = config(world, CROSSED, f"eval.folds={folds or 'null'}")
+    cfg = config(world, CROSSED, "task.kind=layers", f"eval.folds={folds or 'null'}")
     parts = crossed(cfg, whole, [])
     assert len(parts) == (folds or len(has))
     assert sorted(p for part in parts for p in part.people(EVALUATED)) == sorted(map(str, range(len(has))))
@@ -130,7 +130,7 @@ def test_everybody_is_evaluated_once(world: Path, has: list[str], folds: int | N
 )
 def test_folds_that_cannot_be_learnt_from(world: Path, has: list[str], folds: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
-        crossed(config(world, CROSSED, f"eval.folds={folds}"), named(*has), [])
+        crossed(config(world, CROSSED, "task.kind=layers", f"eval.folds={folds}"), named(*has), [])
 
 
 # ---- the plain U-Net --------------------------------------------------------------------------------------
@@ -171,8 +171,8 @@ def test_one_table_over_all_people(
     people = sorted(read_volumes(config(world, CROSSED, "task.kind=layers"), store).people(EVALUATED))
     assert sorted(content["by_person"]) == people
     assert set(content["against"]) >= {RANDOM, UNET, GRADER, "mean_heights"}
-    row_um = 1000 * store.index.spacing_before_h.iloc[:3].mean()
-    assert content["overall"][GRADER]["value"] == pytest.approx(row_um, rel=0.01)
+    row_um = 1000 * store.index.spacing_before_h
+    assert row_um.min() * 0.99 < content["overall"][GRADER]["value"] < row_um.max() * 1.01
     assert content["overall"][GRADER]["people"] == 3
     mean = np.mean([of[PRETRAINED] for of in content["by_person"].values()])
     assert content["overall"][PRETRAINED]["value"] == pytest.approx(mean)
@@ -192,7 +192,9 @@ def test_one_table_over_all_people(
     (tmp_path / "layers.json").unlink()
     (tmp_path / "folds" / "02" / "unet.npz").unlink()
     monkeypatch.setattr(Kind, "train", trains)
-    monkeypatch.setattr(module, "plain_unet", lambda *_: (UNET, lambda row: np.zeros((9, 8, 32))))
+    monkeypatch.setattr(
+        module, "plain_unet", lambda *_: (UNET, lambda row: np.zeros((len(content["names"]), 8, 32)))
+    )
     again = evaluate(world, "layers", tmp_path, "eval.folds=2", "eval.allow_overlap=true")
     changed = [p for p in people if again["by_person"][p] != content["by_person"][p]]
     assert len(changed) == 2
@@ -204,14 +206,14 @@ def test_a_head_in_folds_beside_an_image_model(world: Path, tmp_path: Path) -> N
     run, extra = tmp_path / "run", ("task.names=[CHOROID,ONL]", "finetune.against_random=false")
     content = evaluate(world, "segmentation", run, "eval.folds=2", *extra)
     assert set(content["against"]) == {UNET}
+    assert set(content["lesions"]) == {"CHOROID", "ONL"}
     head = run / "folds" / "01" / "checkpoints" / "head.pt"
     folder = image_encoder(tmp_path / "vit")
     other = tmp_path / "other"
-    command.main(["--head", str(head), f"run.dir={other}", "eval.folds=null", "--image-encoder", folder])
-    crossed = json.loads((other / "segmentation.json").read_text())
-    assert set(crossed["against"]) == {IMAGE, UNET}
-    assert crossed["folds"] == len(crossed["by_person"]) == 4
-    assert "the same decoder on an image model: share of lesions found" not in crossed
+    command.main(["--head", str(head), f"run.dir={other}", "--image-encoder", folder])
+    answered = json.loads((other / "segmentation.json").read_text())
+    assert set(answered["against"]) == {IMAGE, UNET}
+    assert len(answered["by_person"]) == 4
     assert "| the same decoder on an image model |" in (other / "segmentation.md").read_text()
 
 

@@ -26,6 +26,7 @@ from finetuning.answers.answer import Answer
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
+from finetuning.dense.decoder import reads_blocks
 from finetuning.dense.evaluation import Arm, answer, examine, markdown, open_originals
 from finetuning.dense.examined import HEAD, Examined
 from finetuning.dense.folds import count_look, crossed
@@ -136,6 +137,7 @@ def crossfit(
     """The page of all folds; an existing answer to the same question is reused. None where a signal stopped
     it: the same command goes on. Raises UserError.
     """
+    source = replace(source, cfg=reads_blocks(source.cfg))
     cfg = source.cfg
     if cfg.train.ckpt_dir is None:
         raise ConfigError("train.ckpt_dir: expected a folder for the heads of the folds, found null")

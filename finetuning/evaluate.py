@@ -3,6 +3,7 @@
     python -m finetuning.evaluate --config configs/smoke_test.yaml
     python -m finetuning.evaluate --config runs/smoke_test/config.yaml
     python -m finetuning.evaluate --head RUN
+    python -m finetuning.evaluate --config configs/layers.yaml model.checkpoint=RUN eval.protocol=crossfit
     python -m finetuning.evaluate --same-eye --config runs/smoke_test/config.yaml
 
 In: a checkpoint of pretraining.train (default: best_probe.pt of the run) or a head of finetuning.train, the
@@ -16,6 +17,10 @@ participant-bootstrap interval, and the sentence that it allows. All follow the 
 models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/answers/head_evaluation.py.
+
+Of layers, voxels or slabs, a task's file or a head with eval.protocol=crossfit: a head in each of eval.folds
+parts of the people (null: leave one person out), beside it a U-Net that has as much processor time, and with
+--image-encoder its decoder on an image model, in one table (finetuning/dense/crossfit.py).
 
 --same-eye, with --config or with --head: do several devices agree about one eye
 (finetuning/same_eye/run.py).
@@ -32,12 +37,16 @@ import argparse
 import logging
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from utils.cli import parse_words, run_cli
+from utils.cli import add_image_arguments, parse_words, run_cli
 from utils.config.load import load_config, storage_options_of
-from utils.config.schema import Config
-from utils.errors import UserError
+from utils.config.schema import DENSE_KINDS, Config
+from utils.errors import EXIT_STOPPED, UserError
 from utils.log import setup_logging
+
+if TYPE_CHECKING:
+    from finetuning.features.slices import SliceEncoder
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +57,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--head", metavar="FILE_OR_RUN", help="in place of --config")
         parser.add_argument("--same-eye", action="store_true", help="one eye on several devices")
+        add_image_arguments(parser)
 
     asked = parse_words("finetuning.evaluate", __doc__ or "", argv, add_arguments, needs_config=False)
     if (asked.config is None) == (asked.head is None):
@@ -56,18 +66,54 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-def evaluate_any_head(wanted: str, overrides: Sequence[str]) -> str:
-    """The tables of a head of any kind as text."""
+def evaluate_any_head(asked: argparse.Namespace) -> str | None:
+    """The tables of a head of any kind as text; None where a signal stopped its folds."""
     from finetuning.answers.evaluation_files import markdown
     from finetuning.answers.head_evaluation import evaluate_head
+    from finetuning.cohort.source import encoder_place, evaluated_config
+    from finetuning.dense.crossfit import crossfit, source_of_head
     from finetuning.dense.evaluation import evaluate
     from finetuning.dense.head import head_kind
     from finetuning.dense.kinds import KINDS
 
-    kind = head_kind(wanted, storage_options_of(overrides))
-    if kind in KINDS:
-        return evaluate(KINDS[kind], wanted, overrides)
-    return markdown(evaluate_head(wanted, overrides))
+    wanted, overrides = asked.head, asked.overrides
+    options = storage_options_of(overrides)
+    kind = KINDS.get(head_kind(wanted, options))
+    if kind is None:
+        _refuse_image(asked)
+        return markdown(evaluate_head(wanted, overrides))
+    head = kind.open_head(wanted, options, encoder_place(overrides))
+    if evaluated_config(head.cfg, head.url, overrides).eval.protocol == "crossfit":
+        return crossfit(kind, source_of_head(head, overrides), _image(asked), overrides)
+    _refuse_image(asked)
+    return evaluate(kind, wanted, overrides)
+
+
+def _image(asked: argparse.Namespace) -> SliceEncoder | None:
+    from finetuning.features.slices import image_encoder_of
+
+    return image_encoder_of(asked)
+
+
+def _refuse_image(asked: argparse.Namespace) -> None:
+    """Raise UserError for words that only folds of decoders read."""
+    if asked.image_encoder is not None:
+        raise UserError(
+            "--image-encoder: expected eval.protocol=crossfit and a task of layers, segmentation or "
+            "translation, found another question; finetuning.compare takes it for labels of people"
+        )
+
+
+def _folds_of_task(asked: argparse.Namespace, cfg: Config) -> str | None:
+    """The page of a dense task's file with crossfit; None where a signal stopped it."""
+    from finetuning.cohort.source import open_source
+    from finetuning.cohort.unread import refuse_unread
+    from finetuning.dense.crossfit import crossfit
+    from finetuning.dense.kinds import KINDS
+
+    refuse_unread(cfg, asked.config, asked.overrides)
+    source = open_source(asked.config, asked.overrides)
+    return crossfit(KINDS[cfg.task.kind], source, _image(asked), asked.overrides)
 
 
 def _config_of(asked: argparse.Namespace) -> Config:
@@ -89,15 +135,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     from finetuning.same_eye.run import same_eye, same_eye_of_head
     from utils.runtime.open import open_runtime
 
+    cfg = None if asked.head is not None else _config_of(asked)
+    is_dense = cfg is not None and cfg.task.kind in DENSE_KINDS and cfg.eval.protocol == "crossfit"
+    if asked.same_eye or not (is_dense or asked.head is not None):
+        _refuse_image(asked)
     if asked.head is not None and asked.same_eye:
         print(markdown(same_eye_of_head(asked.head, asked.overrides)))
-    elif asked.head is not None:
-        print(evaluate_any_head(asked.head, asked.overrides))
     elif asked.same_eye:
-        cfg = _config_of(asked)
+        assert cfg is not None
         print(markdown(same_eye(cfg, find_checkpoint(cfg))))
+    elif cfg is None or is_dense:
+        text = evaluate_any_head(asked) if cfg is None else _folds_of_task(asked, cfg)
+        if text is None:
+            raise SystemExit(EXIT_STOPPED)
+        print(text)
     else:
-        cfg = _config_of(asked)
         print(printed(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
         log.info("next: python -m utils.report %s", shlex.quote(cfg.run.dir))
 

@@ -57,16 +57,16 @@ def train(config: str, overrides: Sequence[str]) -> int:
     if (is_dense or cfg.finetune.encoder == "frozen") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         what = f"task.kind={cfg.task.kind}" if is_dense else "finetune.encoder=frozen"
         raise UserError(f"{what}: expected one process, found torchrun with several")
-    if is_dense:
-        from finetuning.dense.kinds import KINDS
-
-        refuse_another_encoder(source)
-        return KINDS[cfg.task.kind].train(source)
     if cfg.eval.protocol == "crossfit":
         raise ConfigError(
             "eval.protocol: expected official, found crossfit: a head has one training set; "
             "finetuning.evaluate, with --head too, and finetuning.compare train one a fold"
         )
+    if is_dense:
+        from finetuning.dense.kinds import KINDS
+
+        refuse_another_encoder(source)
+        return KINDS[cfg.task.kind].train(source)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)

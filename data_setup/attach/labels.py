@@ -41,6 +41,7 @@ from utils.config.written import plain_yaml
 from utils.errors import UserError, shown
 
 VOLUME, SURFACES = "label_volume", "label_surfaces"  # columns of the manifest
+SECOND = "label_surfaces_2"  # of another grader, who is measured as a head is and trains none
 CLASSES_FILE = "label_classes.yaml"
 MAX_CLASS = 255
 
@@ -140,6 +141,13 @@ class SurfaceJob(LabelJob):
         return values[:, ::-1] if record.flipped_d else values, tuple(names)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SecondJob(SurfaceJob):
+    """Surfaces of another grader."""
+
+    COLUMN = SECOND
+
+
 JOBS: tuple[type[LabelJob], ...] = (VolumeJob, SurfaceJob)
 
 
@@ -192,11 +200,30 @@ def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counte
         cell = fact_of(line.get("volume_yaml"))
         paths = {job: path for job in JOBS if (path := clean_path(line.get(job.COLUMN))) is not None}
         for job, path in paths.items():
-            beside = path.startswith("./")  # below the manifest's folder: the root may be read-only
-            top = url.rpartition("/")[0] if beside else store.attrs["source_root"]
-            place = storage.join(top, path.removeprefix("./"))
+            place = _place(path, url, store)
             jobs.append(job(row=row, path=path, url=place, store=store, classes=classes, volume_yaml=cell))
     return jobs, counts, [column for column in present if column not in named]
+
+
+def _place(path: str, manifest_url: str, store: PreparedStore) -> str:
+    """Where a cell of the manifest lies; ./ is the manifest's folder, since the root may be read-only."""
+    top = manifest_url.rpartition("/")[0] if path.startswith("./") else store.attrs["source_root"]
+    return storage.join(top, path.removeprefix("./"))
+
+
+def second_graders(cfg: Config, store: PreparedStore) -> dict[int, SurfaceJob]:
+    """Row -> the surfaces of another grader that the manifest names; raises UserError, StorageError."""
+    url = cfg.data.manifest_path
+    lines, columns, _ = read_table(url, cfg.data.storage_options, ("filepath",))
+    if SECOND not in columns:
+        return {}
+    of_row, _ = match_lines(store, lines, [SECOND], (None, "filepath"), ("no_labels", "second_labels"))
+    jobs: dict[int, SurfaceJob] = {}
+    for row, line in of_row.items():
+        path, cell = str(clean_path(line[SECOND])), fact_of(line.get("volume_yaml"))
+        place = _place(path, url, store)
+        jobs[row] = SecondJob(row=row, path=path, url=place, store=store, classes={}, volume_yaml=cell)
+    return jobs
 
 
 def prepare_labels(cfg: Config, workers: int) -> int:

@@ -2,7 +2,7 @@
 
 In: a configuration, the store, the labels of finetuning.cohort.labels. Out: a `Cohort`: for every volume its
 row in the store, its fold, its target and whom its prediction is for. With eval.protocol official the folds
-are the splits of participants.tsv; with crossfit a cohort for each of five parts of all labelled people
+are the splits of participants.tsv; with crossfit a cohort for each of eval.folds parts of all labelled people
 that pre-training did not see (with eval.allow_overlap of all), so that each of them is evaluated once.
 """
 
@@ -26,7 +26,6 @@ from utils.errors import ConfigError, UserError
 
 TRAIN, VAL, EVALUATED = 0, 1, 2
 MIN_PARTICIPANTS = 2  # in each fold
-FOLDS = 5  # parts of all labelled people, with crossfit
 QUANTILES = 4  # strata of a value
 WAYS_OUT = (
     "; fill recommended_split of participants.tsv and prepare again, or evaluate with "
@@ -87,8 +86,10 @@ def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -
     k is EVALUATED, the next is VAL.
 
     Folds are of people, stratified by class, or by quantile of the value, and follow from cfg.seed. Every
-    person is EVALUATED in one of them. UserError where a class has fewer than FOLDS people.
+    person is EVALUATED in one of them. UserError where a class has fewer than eval.folds people.
     """
+    folds = cfg.eval.folds
+    assert folds is not None
     labels, index = _labelled_rows(cfg, store)
     is_seen, where = index["person_id"].isin(list(seen)), f"{store.url}: labelled people"
     if is_seen.any() and not cfg.eval.allow_overlap:
@@ -103,15 +104,15 @@ def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -
     whole = _without_empty_classes(cfg, whole, where)
     people = sorted(set(whole.person.tolist()))
     place = {p: n for n, p in enumerate(seeded_order(people, cfg.seed, "crossfit"))}
-    strata = _strata(whole, math.ceil(len(people) / FOLDS))
+    strata = _strata(whole, math.ceil(len(people) / folds))
     order = sorted(people, key=lambda p: (strata[p], place[p]))
-    fold_of = {p: n % FOLDS for n, p in enumerate(order)}
+    fold_of = {p: n % folds for n, p in enumerate(order)}
     part = np.array([fold_of[p] for p in whole.person.tolist()])
     cohorts = []
-    for evaluated in range(FOLDS):
-        val = (evaluated + 1) % FOLDS
+    for evaluated in range(folds):
+        val = (evaluated + 1) % folds
         sides = [(part != evaluated) & (part != val), part == val, part == evaluated]
-        cohort, at = _take(whole, sides), f"{where}: fold {evaluated + 1} of {FOLDS}"
+        cohort, at = _take(whole, sides), f"{where}: fold {evaluated + 1} of {folds}"
         _require_fold(cfg, cohort, TRAIN, at)
         lacking = sorted(set(_classes(cohort)) - set(_classes(cohort, TRAIN)))
         if lacking:
@@ -272,19 +273,23 @@ def _require_fold(cfg: Config, cohort: Cohort, fold: int, where: str, advice: st
 
 def _require_people(cfg: Config, cohort: Cohort, where: str) -> None:
     """Raise UserError unless every class (0 and 1 of every label) has a person for each fold of crossfit."""
+    folds = cfg.eval.folds or 0
     if cohort.kind == "regression":
         num_people = len(np.unique(cohort.person))
-        groups = {f"people with {cfg.task.label_column}": (num_people, MIN_PARTICIPANTS * FOLDS)}
+        groups = {f"people with {cfg.task.label_column}": (num_people, MIN_PARTICIPANTS * folds)}
     else:
         groups = {}
         for column, values in enumerate(cohort.target.T):
             for value in np.unique(values):
                 name = cohort.names[int(value)] if cohort.kind in CLASS_KINDS else cohort.names[column]
                 label = f"people of {name}" if cohort.kind in CLASS_KINDS else f"people with {name} {value:g}"
-                groups[label] = (len(np.unique(cohort.person[values == value])), FOLDS)
+                groups[label] = (len(np.unique(cohort.person[values == value])), folds)
     for label, (count, needed) in groups.items():
         if count < needed:
-            raise UserError(f"{where}: expected {needed} {label} or more for {FOLDS} folds, found {count}")
+            raise UserError(
+                f"{where}: expected {needed} {label} or more for {folds} folds, found {count}; take a "
+                "smaller eval.folds (3 or more), or labels without it"
+            )
 
 
 def _strata(cohort: Cohort, num_quantiles: int) -> dict[str, Stratum]:

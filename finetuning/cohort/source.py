@@ -185,7 +185,7 @@ def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Con
     another head.
     """
     cfg = overridden(trained, url, overrides, MAY_CHANGE)
-    has_folds = cfg.task.kind not in DENSE_KINDS and cfg.finetune.encoder == "frozen"
+    has_folds = cfg.task.kind in DENSE_KINDS or cfg.finetune.encoder == "frozen"
     if cfg.eval.protocol == "crossfit" and not has_folds:
         raise ConfigError(
             f"{url}: eval.protocol: expected official, found crossfit, which takes a head of classes or "

@@ -9,7 +9,7 @@ finetune.against_random trained them, and what a kind compares them with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.tables import page
+from utils.tables import Table, page
 
 FORMAT_VERSION = 3  # 2 measured on the grid of the store
 ON_SCAN = (
@@ -44,6 +44,8 @@ ON_SCAN = (
     "does not reach nothing is measured."
 )
 ON_GRID = "Measured on the grid of the store, against labels laid on it, not at the scans' own voxels: {}"
+# its name, what predicts a row, and a decoder's outputs of it
+Arm = tuple[str, Callable[[int], np.ndarray], Callable[[int], Iterator[Tensor]] | None]
 
 
 def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
@@ -107,14 +109,15 @@ def examine(
     head: DenseHead,
     runtime: Runtime,
     own: OnScan[Volumes] | str,
+    arms: Iterable[Arm] | None = None,
 ) -> Examined[Volumes]:
     """Predict the evaluated volumes by every arm, and measure that on the scans' own voxels, or on the grid
-    where `own` says why not.
+    where `own` says why not. Arms are those of the head unless `arms` are given.
     """
     why = own if isinstance(own, str) else None
     lines: list[dict[str, Any]] = []
     drawn: dict[int, dict[str, np.ndarray]] = {row: {} for row in kind.drawn(volumes)}
-    for arm, predict, outputs in _arms(kind, cfg, volumes, head, runtime):
+    for arm, predict, outputs in arms or _arms(kind, cfg, volumes, head, runtime):
         for row in map(int, volumes.of(EVALUATED)):
             predicted = predict(row)
             judged, measured = volumes, predicted
@@ -132,7 +135,7 @@ def examine(
 
 def _arms(
     kind: Kind[Volumes], cfg: Config, volumes: Volumes, head: DenseHead, runtime: Runtime
-) -> Iterator[tuple[str, Callable[[int], np.ndarray], Callable[[int], Iterator[Tensor]] | None]]:
+) -> Iterator[Arm]:
     """Names, what predicts a row, and a decoder's outputs of it."""
     for name, predict in kind.baselines(volumes, head).items():
         yield name, predict, None
@@ -183,12 +186,14 @@ def _people_of(part: Any) -> Iterator[int]:
             yield from _people_of(inner)
 
 
-def markdown(kind: Kind[Any], content: Content) -> str:
-    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables."""
+def markdown(kind: Kind[Any], content: Content, first: Sequence[Table] = ()) -> str:
+    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables, of which
+    `first` come before those of the kind.
+    """
     points = [f"{content['n_volumes']} volumes of {content['n_participants']} participants."]
     points += [*(f"**{line}**" for line in content["cautions"]), *kind.points(content)]
     verdicts = content["verdicts"] if "verdicts" in content else [content["verdict"]]
-    tables = kind.tables(content)
+    tables = [*first, *kind.tables(content)]
     return page(
         content["title"], verdicts, [*points, *looks(content), *content["notes"]], tables
     ).removesuffix("\n")

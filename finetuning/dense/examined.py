@@ -19,7 +19,7 @@ from finetuning.cohort.cohort import EVALUATED
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import LABELS, PRETRAINED, DenseHead
 from models.probes import intervals
-from models.probes.intervals import doubt, interval95, participant_draws, verdict
+from models.probes.intervals import could_show, doubt, interval95, participant_draws, sign_flip_p, verdict
 from utils import storage
 from utils.config.schema import Config
 
@@ -38,11 +38,12 @@ class Examined(Generic[Volumes]):
     lines: pd.DataFrame  # arm, row, person_id, name and what a kind measures
     drawn: Mapping[int, Mapping[str, np.ndarray]]  # row -> arm -> prediction, of the rows that are drawn
     on_grid: str | None = None  # why it was measured on the store's grid; None: on the scans' own voxels
+    beside: tuple[str, ...] = ()  # arms that are in no head's file
 
     @property
     def arms(self) -> list[str]:
-        """Those with an encoder, the pre-trained one first."""
-        return [arm.name for arm in self.head.arms]
+        """Those that were trained, the pre-trained one first."""
+        return [*(arm.name for arm in self.head.arms), *self.beside]
 
     @cached_property
     def people(self) -> list[str]:
@@ -91,7 +92,11 @@ class Examined(Generic[Volumes]):
         if gained["value"] is None:
             return gained, nothing
         gained["doubt"] = doubt(gained["ci95"], [len(known_P)], known_P)
-        return gained, verdict(gained["value"], gained["ci95"], first, against, what, gained["doubt"])
+        gained["p"], gained["could_have_shown"] = sign_flip_p(known_P), could_show(known_P)
+        shown = gained["could_have_shown"]
+        could = "no difference, however large" if shown is None else f"{shown:.3g}"
+        words = verdict(gained["value"], gained["ci95"], first, against, what, gained["doubt"])
+        return gained, f"{words} {len(known_P)} participants could have shown {could}."
 
     def against_free(
         self, overall: Mapping[str, np.ndarray], sign: int, free: Collection[str], what: str

@@ -1,14 +1,16 @@
 """Volumes with labels of their own on the grid, in three folds by the split of their participants.
 
 In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers, segmentation and
-translation extend by the labels; refusals of people that were seen before.
+translation extend by the labels; refusals of people that were seen before. With eval.protocol official the
+folds are the splits of participants.tsv; with crossfit `crossed` gives the folds of each of eval.folds parts
+of the people.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -16,15 +18,21 @@ import pandas as pd
 from data_setup.attach.grid import box, reach
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
+from data_setup.tables.splits import seeded_order
 from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort, count_seen
 from finetuning.cohort.ledger import look_at
 from utils.config.schema import Config
 from utils.errors import UserError
 
+VAL_SHARE = 0.2  # of the people that are not evaluated, who choose the best epoch, with crossfit
+Self = TypeVar("Self", bound="DenseVolumes")
+
 
 @dataclass(frozen=True)
 class DenseVolumes:
-    """Volumes of the three folds; no person is in two (with eval.split=val those of val are in two)."""
+    """Volumes of the three folds; no person is in two (with eval.split=val those of val are in two; with
+    crossfit all are in all, until `crossed` chooses).
+    """
 
     store: PreparedStore
     rows: np.ndarray  # of the store [n]
@@ -50,6 +58,10 @@ class DenseVolumes:
     def read(self, row: int) -> np.ndarray:
         """The labels of a row: surfaces or slabs float32 [S, D, W], or classes uint8 [D, H, W]."""
         raise NotImplementedError
+
+    def names_of(self, row: int) -> frozenset[str]:
+        """Which of the names the labels of a row have."""
+        return frozenset(self.names)
 
     def facts(self) -> pd.DataFrame:
         """For every row with labels what they rest on: a change of it is another question."""
@@ -93,14 +105,16 @@ def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[st
 
     Raises UserError where a split has too few people with `what`; `where`: the store's URL.
     """
+    is_crossed = cfg.eval.protocol == "crossfit"
     splits = ("train", "val", cfg.eval.split)
-    parts = [index[index["split"] == split] for split in splits]
+    parts = [index if is_crossed else index[index["split"] == split] for split in splits]
+    needed = MIN_PARTICIPANTS + 1 if is_crossed else MIN_PARTICIPANTS  # to train, to choose, to evaluate
     for part, split in zip(parts, splits, strict=True):
         people = part["person_id"].nunique()
-        if people < MIN_PARTICIPANTS:
+        if people < needed:
+            place = "all splits, with crossfit" if is_crossed else f"split {split}"
             raise UserError(
-                f"{where}: split {split}: expected {MIN_PARTICIPANTS} participants or more with {what}, "
-                f"found {people}"
+                f"{where}: {place}: expected {needed} participants or more with {what}, found {people}"
             )
     table = pd.concat(parts)
     return {
@@ -108,6 +122,68 @@ def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[st
         "fold": np.repeat([TRAIN, VAL, EVALUATED], [len(part) for part in parts]),
         "person": table["person_id"].to_numpy(str),
     }
+
+
+def crossed(cfg: Config, volumes: Self, seen: Collection[str]) -> list[Self]:
+    """The folds of eval.folds parts of the people, or of every person: each is evaluated once, a share of the
+    others chooses the best epoch, the rest trains. People follow from cfg.seed; those with the same names of
+    labels are spread over the parts.
+
+    Volumes are those of eval.protocol=crossfit. People in `seen` are left out unless eval.allow_overlap.
+    Raises UserError where a name has nobody to train on, or nobody is left to choose.
+    """
+    where, everybody = volumes.store.url, set(volumes.people(EVALUATED))
+    people = sorted(everybody if cfg.eval.allow_overlap else everybody - set(seen))
+    count = cfg.eval.folds or len(people)
+    if len(people) < max(count, MIN_PARTICIPANTS + 1):
+        left_out = len(everybody) - len(people)
+        raise UserError(
+            f"{where}: expected {max(count, MIN_PARTICIPANTS + 1)} people with labels or more for {count} "
+            f"folds, found {len(people)} ({left_out} that pre-training saw are left out; "
+            "eval.allow_overlap=true takes them in)"
+        )
+    has: dict[str, frozenset[str]] = dict.fromkeys(people, frozenset[str]())
+    for row, person in zip(volumes.rows.tolist(), volumes.person.tolist(), strict=True):
+        if person in has:
+            has[person] |= volumes.names_of(row)
+    place = {p: n for n, p in enumerate(seeded_order(people, cfg.seed, "crossfit"))}
+    order = sorted(people, key=lambda p: (sorted(has[p]), place[p]))
+    folds = []
+    for part in range(count):
+        evaluated, rest = order[part::count], [p for n, p in enumerate(order) if n % count != part]
+        val = _choosing(sorted(rest, key=place.__getitem__), has, volumes.names)
+        train = [p for p in rest if p not in val]
+        at = f"{where}: fold {part + 1} of {count}"
+        if lost := [name for name in volumes.names if not any(name in has[p] for p in train)]:
+            raise UserError(f"{at}: expected people to train on with {', '.join(lost)}, found nobody")
+        if not any(has[p] for p in val):
+            raise UserError(f"{at}: expected a person with labels to choose the best epoch, found nobody")
+        chosen = np.zeros(len(volumes.rows), bool)
+        for fold, members in ((TRAIN, train), (VAL, [*val]), (EVALUATED, evaluated)):
+            chosen |= (volumes.fold == fold) & np.isin(volumes.person, members)
+        cut = {key: getattr(volumes, key)[chosen] for key in ("rows", "fold", "person")}
+        folds.append(replace(volumes, **cut))
+    return folds
+
+
+def _choosing(people: Sequence[str], has: Mapping[str, Collection[str]], names: Sequence[str]) -> set[str]:
+    """Who chooses the best epoch: for each name somebody who has it, then whoever is next; but nobody without
+    whom a name has nobody to train on.
+    """
+    chosen: list[str] = []
+
+    def is_spare(person: str) -> bool:
+        others = [p for p in people if p != person and p not in chosen]
+        return all(any(name in has[p] for p in others) for name in has[person])
+
+    for name in names:
+        if not any(name in has[p] for p in chosen):
+            chosen += [p for p in people if name in has[p] and is_spare(p)][:1]
+    wanted = max(1, round(VAL_SHARE * len(people)))
+    for person in people:
+        if len(chosen) < wanted and person not in chosen and is_spare(person):
+            chosen.append(person)
+    return set(chosen)
 
 
 def with_labels(cfg: Config, store: PreparedStore, laid_on: pd.DataFrame, what: str) -> pd.DataFrame:
@@ -148,9 +224,10 @@ def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url:
 
 def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:
     """Count this look at test participants in the ledger of the store; None where there is none."""
-    if cfg.eval.split != "test":
+    if cfg.eval.split != "test" and cfg.eval.protocol == "official":
         return None
     kind, target = cfg.task.kind, np.zeros((len(volumes.rows), 1))
     unit = volumes.rows.astype(str)
+    protocol = [kind, cfg.eval.split if cfg.eval.protocol == "official" else f"{cfg.eval.folds} folds"]
     cohort = Cohort(kind, volumes.names, volumes.rows, volumes.fold, target, unit, volumes.person)
-    return look_at(volumes.store, [cohort], checksum, [kind, cfg.eval.split], f"{kind}: {', '.join(arms)}")
+    return look_at(volumes.store, [cohort], checksum, protocol, f"{kind}: {', '.join(arms)}")

@@ -34,12 +34,16 @@ PRETRAINED, RANDOM = "pretrained", "random_init"
 ALONE = "voxels_alone"
 # yardsticks in an encoder's place -> random features
 LOCAL = {"27_patches": None, "random_of_27": WIDE, ALONE: 0}
+IMAGE, UNET, GRADER = "image_model", "unet", "second_grader"  # of folds, in no head's file
 LABELS = {
     PRETRAINED: "pre-trained encoder",
     RANDOM: "random initialisation",
     "27_patches": "voxels of 27 tokens, averaged",
     "random_of_27": f"{WIDE:,} random ReLU features of 27 tokens",
     ALONE: "the same decoder on voxels alone",
+    IMAGE: "the same decoder on an image model",
+    UNET: "2D U-Net from scratch, equal processor time",
+    GRADER: "second grader",
 }
 KEYS = {"arms", "head_kind", "hidden", "voxels", "encoder", "random_seed", "normalisation", "geometry"}
 KEYS |= {"config", "participants", "pretraining_participants", "validation"}

@@ -86,12 +86,14 @@ class Kind(Generic[Volumes]):
             score=partial(self.score, volumes),
         )
 
-    def train(self, source: Source) -> int:
-        """Train what the configuration asks for; returns the exit code. Raises UserError."""
+    def train(self, source: Source, volumes: Volumes | None = None, runtime: Runtime | None = None) -> int:
+        """Train what the configuration asks for; returns the exit code. `volumes`: in the place of those that
+        the splits of the people give. Raises UserError.
+        """
         source = replace(source, cfg=reads_blocks(source.cfg))
-        volumes = open_volumes(source, self.read_volumes)
+        volumes = open_volumes(source, self.read_volumes) if volumes is None else volumes
         log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
-        runtime = open_runtime(source.cfg.train.use_bf16)
+        runtime = runtime or open_runtime(source.cfg.train.use_bf16)
         objective = self.objective(source.cfg, volumes, runtime)
 
         def state(encoder: nn.Module) -> dict[str, Any]:

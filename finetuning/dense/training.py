@@ -221,24 +221,25 @@ def train_arm(
     run_log: AnyLog,
     steps_before: int = 0,
     keeper: Keeper | None = None,
-    encoder: Encoder | None = None,
+    encoder: Encoder | KeptFeatures | None = None,
 ) -> Trained:
     """Train one decoder, and its encoder where the configuration says so; returns its best on the validation
     volumes. `encoder`: in the place of that of the arm's name. With `keeper` it is saved, and goes on where
     it was. Raises UserError, and StopRequested.
     """
-    cfg = source.cfg
+    cfg, clock = source.cfg, time.process_time()
     if encoder is None:
         encoder = encoder_of(name, cfg, source.state, source.url, _mean_of(name, source, volumes, runtime))
+    module: Any = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
         decoder = new_decoder(cfg, encoder.feature_width, objective.num_outputs).to(runtime.device)
     state, where = None if keeper is None else keeper.of_arm(name), str(cfg.train.ckpt_dir)
-    result = Trained() if state is None else Trained.of_state(state["trained"], encoder, decoder, where)
+    result = Trained() if state is None else Trained.of_state(state["trained"], module, decoder, where)
     if result.is_over:
         return result
     planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
-    moving = Moving.of(cfg, encoder, decoder)
+    moving = Moving.of(cfg, module, decoder)
     if state is not None:
         moving.load(state["moving"])
     if keeper is not None:
@@ -262,6 +263,7 @@ def train_arm(
             scores = validate(moving.judged, planes, volumes.of(VAL), objective)
             run_log.metrics(steps_before + done, _named(f"{prefix}val/", scores))
             result.validated(epochs.number(done), scores, time.perf_counter() - start)
+            result.history[-1]["processor_seconds"] = round(time.process_time() - clock, 2)
             value = objective.sign * scores[objective.metric]
             result.best.offer((value,), epochs.number(done), done, moving.copies)
         if keeper is not None:
@@ -365,15 +367,22 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _token_source(
-    encoder: Encoder, cfg: Config, volumes: DenseVolumes, runtime: Runtime
+    encoder: Encoder | KeptFeatures,
+    cfg: Config,
+    volumes: DenseVolumes,
+    runtime: Runtime,
 ) -> KeptFeatures | Callable[[Tensor], Tensor]:
     """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it;
     or a yardstick, which is faster computed than kept.
     """
     if isinstance(encoder, LocalTokens):
         return encoder.to(runtime.device)
-    if cfg.finetune.encoder == "frozen":
-        kept = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+    if isinstance(encoder, KeptFeatures) or cfg.finetune.encoder == "frozen":
+        kept = (
+            encoder
+            if isinstance(encoder, KeptFeatures)
+            else KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+        )
         kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
         return kept
     encoder.to(runtime.device)

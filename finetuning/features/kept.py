@@ -26,7 +26,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -75,6 +75,12 @@ class KeptFeatures:
     store: PreparedStore
     runtime: Runtime
     folder: str  # of all encoders: features_folder
+
+    @property
+    def feature_width(self) -> int:
+        """Of a token."""
+        width: Any = self.encoder.feature_width
+        return int(width)
 
     def pooled(self, rows: np.ndarray) -> np.ndarray:
         """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""

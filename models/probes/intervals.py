@@ -3,7 +3,8 @@
 In: predictions of models.probes.participants. Intervals resample participants, never volumes; a comparison of
 two encoders uses the same draws for both. `doubt` is the one rule of every table on who claims a difference.
 Without one the percentile interval excludes zero in half of all cohorts of 2 people, 26 % of 3, 14 % of 5 and
-8 % of 20. Sign flips: Fisher, R. A. (1935): The design of experiments.
+8 % of 20. Sign flips: Fisher, R. A. (1935): The design of experiments. Where a difference is a mean over few
+people, the exact test decides, and `could_show` says what it could have shown.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ALPHA = 0.05
 # of resamples. Without a difference the interval excludes zero in up to 11 % of cohorts with 5 people in the
 # smallest class, 8 % with 8, 7.5 % with 12 (one small class beside large ones), 6.6 % with 12 in each.
 MIN_PER_CLASS = 12
-EXACT_BELOW = 20  # people: below, sign flips must agree with the interval
+EXACT_BELOW = 21  # people: below, sign flips must agree with the interval, which alone claims too much
+POWER = 0.8  # of the difference that a cohort could have shown
 
 
 def participant_draws(
@@ -107,6 +109,23 @@ def sign_flip_p(gains_P: np.ndarray | None) -> float | None:
     return float(np.mean(np.abs(sums) >= abs(gains_P.sum()) - 1e-12 * np.abs(gains_P).sum()))
 
 
+def smallest_p(num_people: int) -> float:
+    """The least two-sided p that sign flips of so many people can give: all of one sign."""
+    return min(1.0, 2.0 ** (1 - num_people))
+
+
+def could_show(gains_P: np.ndarray) -> float | None:
+    """About the mean of a paired difference that so many people, who differ as these do, show with POWER
+    (Student's t); None where sign flips of so few are never below ALPHA.
+    """
+    count = len(gains_P)
+    if (least := smallest_p(min(count, 2 * EXACT_BELOW))) >= ALPHA:
+        return None
+    level = ALPHA // least * least  # the p of sign flips are multiples of the least
+    errors = float(student.ppf(1 - level / 2, count - 1) + student.ppf(POWER, count - 1))
+    return errors * float(gains_P.std(ddof=1)) / math.sqrt(count)
+
+
 def too_few(people: Sequence[int]) -> str:
     """The words where a class (or all, without classes) has too few people for intervals; else "".
 
@@ -121,18 +140,24 @@ def too_few(people: Sequence[int]) -> str:
 def doubt(ci95: Sequence[float], people: Sequence[int], gains_P: np.ndarray | None = None) -> str:
     """Why an interval that excludes zero shows no difference, in words after "because"; "" where it does.
 
-    `people`: as in too_few. `gains_P`: as in sign_flip_p.
+    `people`: as in too_few; of one number, which has no classes, the exact test decides where there is one.
+    `gains_P`: as in sign_flip_p.
     """
     low, high = ci95
     if low <= 0 <= high:
         return ""
-    p = sign_flip_p(gains_P)
-    flips = "" if p is None else f"an exact test by sign flips gives p {p:.3g}"
-    if few := too_few(people):
+    p, flips = sign_flip_p(gains_P), ""
+    if p is not None and gains_P is not None:
+        flips = f"an exact test by sign flips gives p {p:.3g}"
+        if (least := smallest_p(len(gains_P))) >= ALPHA:
+            flips += f", and {len(gains_P)} participants can give none below {least:.3g}"
+    is_decided = p is not None and len(people) == 1
+    if not is_decided and (few := too_few(people)):
         return f"{few}: {MIN_PER_CLASS} are needed" + (f"; {flips}" if flips else "")
-    if high - low <= 1e-12:
-        return "every resample gives the same difference, so chance was not measured"
-    return flips if p is not None and p >= ALPHA else ""
+    if p is not None and p >= ALPHA:
+        return flips
+    is_constant = high - low <= 1e-12
+    return "every resample gives the same difference, so chance was not measured" if is_constant else ""
 
 
 def side(ci95: Sequence[float], doubt: str) -> int:

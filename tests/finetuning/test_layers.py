@@ -290,8 +290,10 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=0.03)
     assert content["difference"]["ratio"] == pytest.approx(0.5, rel=0.03)
     assert content["difference"]["ci95"] == pytest.approx([48, 48], rel=0.03)
-    start = "Pre-training against random initialisation: cannot say, because "
-    assert content["verdict"].startswith(f"{start}{content['n_participants']} participants are too few")
+    people, start = content["n_participants"], "Pre-training against random initialisation: cannot say, "
+    flips = f"because an exact test by sign flips gives p {2 ** (1 - people):.3g}"
+    assert content["verdict"].startswith(f"{start}{flips}")
+    assert f"{people} participants could have shown no difference, however large." in content["verdict"]
     fewest = min(part["error_um"]["people"] for part in content["surfaces"][RANDOM].values())
     (caution,) = content["cautions"]  # of the number that rests on the fewest
     assert caution.startswith(f"{fewest} participants are too few: below 12")

@@ -408,7 +408,7 @@ def multilabel(people: int, right: bool) -> Predictions:
     [  # a perfect row against one that knows nothing
         (units([0, 0, 1, 1], [0, 0, 1, 1]), units([0, 0, 1, 1], [0] * 4), "2 participants in the smallest"),
         (units([0, 1] * 12, [0, 1] * 12), units([0, 1] * 12, [0] * 24), "every resample gives the same"),
-        (regression(np.zeros(8)), regression(np.arange(8.0)), "8 participants are too few"),
+        (regression(np.zeros(5)), regression(np.arange(5.0)), "an exact test by sign flips gives p 0."),
         (regression(np.arange(13) % 3 - 1.0), regression((np.arange(13) + 1) % 3 - 1.0), ""),
         (multilabel(40, True), multilabel(40, False), "5 participants in the smallest class are too few"),
     ],

@@ -29,6 +29,7 @@ from finetuning.dense import kind as kind_module
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
 from finetuning.dense.segmentation.kind import SEGMENTATION, dice, overlap
+from finetuning.dense.segmentation.lesions import count_lesions
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
@@ -92,6 +93,16 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     assert other == [24 + step for step in own]
     logged = [line["val/dice"] for line in lines if "val/dice" in line]
     assert logged == [line["dice"] for line in best["history"]]
+
+
+def test_lesions_are_counted_one_by_one() -> None:
+    """Two labelled ones, of which one is found twice; a false one; what touches by a corner is one."""
+    truth, predicted = np.zeros((2, 4, 6, 12), np.uint8)
+    truth[0:2, 1:3, 1:4] = truth[2, 3, 4] = truth[1, 1, 9] = 1
+    predicted[0, 1, 1] = predicted[1, 2, 3] = predicted[3, 5, 11] = predicted[0, 5, 8] = 1
+    truth[0, 5, 7:10] = IGNORED
+    truth[3, 0, 0] = 2
+    assert np.array(count_lesions(predicted, truth, 2)).tolist() == [[2, 1], [1, 0], [1, 0]]
 
 
 def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_path: Path) -> None:
@@ -182,7 +193,11 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
     assert content["difference"]["value"] == 1.0
-    assert "against random initialisation: cannot say, because 2 participants are too few" in text
+    layers = content["classes"][PRETRAINED]["ONL"]
+    values = [layers[column]["value"] for column in ("error_nl", "sensitivity", "false_lesions")]
+    assert values == [0.0, 1.0, 0.0]
+    assert "| share of lesions found |" in text
+    assert "random initialisation: cannot say, because an exact test by sign flips gives p 0.5, and 2" in text
     assert "**2 participants are too few: below 12 intervals are too narrow (some have no width)" in text
     lines = pd.read_parquet(tmp_path / "volumes.parquet")
     assert len(lines) == 3 * 2 * len(volumes_of(world, CLASSES).of(EVALUATED))

@@ -17,12 +17,14 @@ from sklearn.metrics import balanced_accuracy_score, r2_score
 from models.probes.features import lidar, pool_tokens, rankme
 from models.probes.intervals import (
     balanced_accuracy_draws,
+    could_show,
     doubt,
     interval95,
     participant_draws,
     recall_parts,
     side,
     sign_flip_p,
+    smallest_p,
     verdict,
 )
 from models.probes.participants import (
@@ -245,11 +247,12 @@ def claims(differences_P: np.ndarray, people: list[int]) -> bool:
     return "beats" in sentence or "is worse" in sentence
 
 
-@pytest.mark.parametrize("people", [*range(2, 11), 12, 15, 19])
+@pytest.mark.parametrize("people", [*range(2, 12), 15, 19, 20])
 def test_a_cohort_without_a_difference_claims_none(people: int) -> None:
     """The percentile interval alone claims one in 50 % of cohorts of 2, 26 % of 3, 14 % of 5, 11 % of 10."""
     rng = np.random.default_rng(people)
-    assert np.mean([claims(rng.normal(size=people), [people]) for _ in range(400)]) < 0.07
+    cohorts = [*rng.normal(size=(600, people)), *rng.standard_t(3, (600, people))]
+    assert np.mean([claims(cohort, [people]) for cohort in cohorts]) < 0.07
     assert not claims(np.full(people, 0.5), [people])  # no variance
 
 
@@ -257,11 +260,15 @@ def test_a_cohort_without_a_difference_claims_none(people: int) -> None:
     ("people", "gains", "because"),
     [
         ([6, 40], None, "6 participants in the smallest class are too few: 12 are needed"),
-        ([11], np.ones(11), "11 participants are too few: 12 are needed; an exact test .* gives p 0.000977"),
+        ([11, 30], np.ones(11), "11 participants .* are too few: 12 .*; an exact test .* gives p 0.000977"),
+        ([11], np.ones(11), ""),
+        ([5], np.ones(5), "an exact test .* gives p 0.0625, and 5 participants can give none below 0.0625"),
+        ([11], None, "11 participants are too few: 12 are needed"),  # no exact test
         ([30, 30], np.ones(60), ""),
         ([14], np.r_[np.ones(10), -np.ones(4)], "an exact test by sign flips gives p 0.18"),
         ([14], np.r_[np.ones(13), -1], ""),
-        ([20], np.r_[np.ones(12), -np.ones(8)], ""),  # the interval decides from 20 people on
+        ([20], np.r_[np.ones(12), -np.ones(8)], "an exact test by sign flips gives p 0.503"),
+        ([21], np.r_[np.ones(12), -np.ones(9)], ""),  # the interval decides from 21 people on
     ],
 )
 def test_why_a_difference_says_nothing(people: list[int], gains: np.ndarray | None, because: str) -> None:
@@ -279,7 +286,20 @@ def test_sign_flips_are_all_choices_of_signs() -> None:
     gains = np.random.default_rng(0).normal(0.3, 1, 9)
     sums = [abs(np.dot(signs, gains)) for signs in itertools.product((1, -1), repeat=9)]
     assert sign_flip_p(gains) == np.mean([total >= abs(gains.sum()) - 1e-12 for total in sums])
-    assert [sign_flip_p(gains) for gains in (np.ones(6), np.zeros(3), np.ones(20))] == [2 / 64, 1.0, None]
+    assert [sign_flip_p(gains) for gains in (np.ones(6), np.zeros(3), np.ones(21))] == [2 / 64, 1.0, None]
+
+
+@pytest.mark.parametrize("people", [6, 8, 12, 20])
+def test_what_a_cohort_could_have_shown_is_mostly_shown(people: int) -> None:
+    """As far as the exact test of so few has the power of Student's; of 5 people it shows nothing."""
+    rng = np.random.default_rng(people)
+    gains_P = rng.normal(size=people)
+    shown = could_show(gains_P)
+    assert shown is not None
+    cohorts = rng.normal(shown / gains_P.std(ddof=1), 1, (200, people))
+    assert np.mean([claims(cohort, [people]) for cohort in cohorts]) > 0.65
+    assert [smallest_p(n) for n in (1, 2, 5, 6)] == [1, 0.5, 0.0625, 0.03125]
+    assert could_show(np.arange(5.0)) is None
 
 
 def test_rankme_equals_the_svd_either_way_round() -> None:

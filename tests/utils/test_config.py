@@ -576,7 +576,7 @@ def test_marks_stand_beside_the_keys() -> None:
     ]
     assert keys_with("is_place") == ["train.ckpt_dir", "run.dir"]
     assert "data.store" in keys_with("per_machine")
-    assert len(keys_with("may_change")) == 26
+    assert len(keys_with("may_change")) == 27
     assert {"train.max_steps", "data.workers", "wandb.mode"} <= set(keys_with("may_change"))
     assert not {"seed", "optim.base_lr", "train.global_batch_size"} & set(keys_with("may_change"))
 

@@ -23,6 +23,7 @@ AT_LEAST_1 = Bound("1 or more", lambda value: value >= 1)
 EPOCHS, UPDATES, VOLUMES, CHECKPOINTS = (
     replace(AT_LEAST_1, unit=unit) for unit in ("epochs", "updates", "volumes", "checkpoints")
 )
+AT_LEAST_2 = Bound("2 or more", lambda value: value >= 2)
 AT_LEAST_0 = Bound("0 or more", lambda value: value >= 0)
 ABOVE_0 = Bound("a number above 0", lambda value: value > 0)
 SHARE = Bound("a number in [0, 1]", lambda value: 0 <= value <= 1, "share")

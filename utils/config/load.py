@@ -33,7 +33,6 @@ from utils.errors import ConfigError
 GONE_KEYS: dict[str, tuple[Any, ...]] = {
     "data.storage_options.profile": (None,),
     "eval.batch_size": (16,),
-    "eval.folds": (5,),
     "method.covariance_weight": (0.1,),
     "augment.flip_w_prob": (0.5,),
     "augment.gain": (0.2,),

@@ -189,6 +189,7 @@ def _check_decoders(cfg: Config) -> None:
         _require(not is_decoder, "head.kind", f"linear, mlp or attentive {kind}", head.kind)
         _require(not head.voxels, "head.voxels", f"false {kind}", head.voxels)
         _require(not finetune.against_random, "finetune.against_random", f"false {kind}", True)
+        _require(cfg.eval.folds is not None, "eval.folds", f"a number {kind}", None)
         return
     kind = f"with task.kind {task.kind}"
     decoders = f"linear, upsampling or unetr {kind}"
@@ -198,8 +199,6 @@ def _check_decoders(cfg: Config) -> None:
         head.voxels == needed, "head.voxels", f"{needed} with head.kind {head.kind}".lower(), head.voxels
     )
     _check_trained_with_decoder(cfg, kind)
-    protocol = cfg.eval.protocol
-    _require(protocol == "official", "eval.protocol", f"official {kind}", protocol)
 
 
 def _check_trained_with_decoder(cfg: Config, kind: str) -> None:

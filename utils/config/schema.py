@@ -17,6 +17,7 @@ from utils.config.fields import (
     ABOVE_0,
     AT_LEAST_0,
     AT_LEAST_1,
+    AT_LEAST_2,
     BELOW_1,
     CHECKPOINTS,
     EPOCHS,
@@ -389,6 +390,13 @@ class EvalConfig:
         "official",
         "official: the splits of the table; crossfit: folds over all labelled participants that "
         "pre-training did not see",
+        may_change=True,
+    )
+    folds: int | None = key(
+        5,
+        "parts of the people with crossfit, each of which is evaluated once; null: every person is one "
+        "(layers, segmentation, translation)",
+        AT_LEAST_2,
         may_change=True,
     )
     allow_overlap: bool = key(

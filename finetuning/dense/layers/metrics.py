@@ -2,8 +2,8 @@
 
 In: surfaces [S, D, W] in voxels along h (0: the centre of the first), the volume's own spacing. Out: one
 number a surface or a layer, in um or as a share; NaN where the device marks none. An A-scan counts where the
-device has a height. A prediction has heights everywhere, or NaN everywhere: mean heights of a surface that no
-training volume has.
+device has a height, and so has the prediction: a decoder has heights everywhere, mean heights of a surface
+that no training volume has are NaN, another grader may leave A-scans out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def layer_overlap(predicted_SDW: np.ndarray, truth_SDW: np.ndarray) -> tuple[np.
     Layers are lengths along A-scans, not voxels, so a surface between two voxels counts where it is.
     """
     upper, lower = truth_SDW[:-1], truth_SDW[1:]
-    is_known = ~np.isnan(upper) & ~np.isnan(lower)
+    is_known = ~np.isnan(truth_SDW[:-1] + truth_SDW[1:] + predicted_SDW[:-1] + predicted_SDW[1:])
     shared = np.minimum(predicted_SDW[1:], lower) - np.maximum(predicted_SDW[:-1], upper)
     both, truth, predicted = (
         np.where(is_known, np.clip(length, 0, None), 0).sum(axis=(1, 2))
@@ -45,8 +45,8 @@ def hausdorff95_um(
     predicted_DW: np.ndarray, truth_DW: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> float:
     """95th percentile of the distances between two surfaces in space, the larger of both directions, um."""
-    d, w = np.nonzero(~np.isnan(truth_DW))
-    if not len(d) or np.isnan(predicted_DW).all():
+    d, w = np.nonzero(~np.isnan(truth_DW) & ~np.isnan(predicted_DW))
+    if not len(d):
         return float("nan")
     scale = np.array(spacing_mm) * 1000
     truth, predicted = (

@@ -63,6 +63,9 @@ class LayerVolumes(DenseVolumes):
         own = set(self.heights.names(row))
         return [place for place, name in enumerate(self.names) if name in own]
 
+    def names_of(self, row: int) -> frozenset[str]:
+        return frozenset(self.names[place] for place in self.marked(row))
+
     def layers(self, row: int) -> dict[str, tuple[int, int]]:
         """Name -> (upper, lower) places of the layers between neighbouring surfaces of the row."""
         return {f"{self.names[a]} to {self.names[b]}": (a, b) for a, b in pairwise(self.marked(row))}

@@ -21,6 +21,7 @@ from finetuning.cohort.source import Source
 from finetuning.dense.examined import NOT_ASKED, Examined
 from finetuning.dense.head import LABELS, LOCAL, PRETRAINED, RANDOM
 from finetuning.dense.kind import Content, Kind, Line, Predictions
+from finetuning.dense.segmentation.lesions import count_lesions
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from utils.config.schema import Config
@@ -30,8 +31,16 @@ from utils.tables import Table, number, two_cells
 NOTES = (
     "Dice is of one volume. A volume whose labels have none of a class has no Dice "
     "of it; what is seen of it there stands beside, in mm3.",
+    "A lesion is what touches by faces, edges or corners; it is found where a prediction of its class shares "
+    "a voxel with it, and a predicted one that shares none is false.",
     "Means are over a participant's volumes, then over participants; intervals resample participants.",
 )
+NL_OF_MM3 = 1000
+LESION_COLUMNS = {  # of a line -> its title
+    "error_nl": "error of volume, nl",
+    "sensitivity": "share of lesions found",
+    "false_lesions": "false ones a volume",
+}
 log = logging.getLogger(__name__)
 
 
@@ -76,13 +85,20 @@ def stored_values(_: nn.Module, source: Source, volumes: ClassVolumes, runtime: 
 
 def measure(volumes: ClassVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
     """A line for every class of a volume."""
-    counts = overlap(predicted, volumes.read(row), len(volumes.names))
+    truth, nothing = volumes.read(row), float("nan")
+    counts = overlap(predicted, truth, len(volumes.names))
+    lesions = count_lesions(predicted, truth, len(volumes.names))
     of_volume, voxel = dice(*counts), volumes.voxel_mm3(row)
     lines = []
-    for name, value, seen, labelled in zip(volumes.names, of_volume, *counts[1:], strict=True):
+    for place, (name, value, seen, labelled) in enumerate(
+        zip(volumes.names, of_volume, *counts[1:], strict=True)
+    ):
         line: Line = {"name": name, "dice": float(value)}
         line |= {"predicted_mm3": float(seen * voxel), "labelled_mm3": float(labelled * voxel)}
-        line["absent_mm3"] = float(seen * voxel) if labelled == 0 else float("nan")
+        line["absent_mm3"] = float(seen * voxel) if labelled == 0 else nothing
+        line["error_nl"] = float(abs(seen - labelled) * voxel * NL_OF_MM3)
+        there, hits, line["false_lesions"] = (int(count[place]) for count in lesions)
+        line |= {"lesions": there, "lesions_found": hits, "sensitivity": hits / there if there else nothing}
         lines.append(line)
     return lines
 
@@ -97,7 +113,10 @@ def answer(examined: Examined[ClassVolumes]) -> Content:
             for name, part in lines[lines.arm == PRETRAINED].groupby("name")
         },
         "overall": {name: examined.estimate(values) for name, values in overall.items()},
-        "classes": examined.by_name(lines, ("dice", "absent_mm3")),
+        "classes": examined.by_name(lines, ("dice", "absent_mm3", *LESION_COLUMNS)),
+        "lesions": {
+            str(n): int(part.lesions.sum()) for n, part in lines[lines.arm == PRETRAINED].groupby("name")
+        },
         "difference": None,
         "verdict": NOT_ASKED,
     }
@@ -123,7 +142,27 @@ def tables(content: Content) -> list[Table]:
             cells += [*two_cells(of_class["dice"]), number(of_class["absent_mm3"]["value"], ".4f")]
         rows.append(cells)
     means = [[LABELS[arm], *two_cells(entry)] for arm, entry in overall.items()]
-    return [Table("Mean Dice", ["", "Dice", "95 % interval"], means), Table("By class", header, rows)]
+    return [
+        Table("Mean Dice", ["", "Dice", "95 % interval"], means),
+        Table("By class", header, rows),
+        *_lesion_tables(content),
+    ]
+
+
+def _lesion_tables(content: Content) -> list[Table]:
+    """Volume and lesions of each class, a line an arm; none of an answer of before."""
+    header = ["", *(f"{title}{end}" for title in LESION_COLUMNS.values() for end in ("", ", 95 % interval"))]
+    return [
+        Table(
+            f"{name}: {content['lesions'][name]} lesions",
+            header,
+            [
+                [LABELS[arm], *(cell for c in LESION_COLUMNS for cell in two_cells(of_arm[name][c], ".2f"))]
+                for arm, of_arm in content["classes"].items()
+            ],
+        )
+        for name in content.get("lesions", ())
+    ]
 
 
 def write(examined: Examined[ClassVolumes], content: Content) -> None:

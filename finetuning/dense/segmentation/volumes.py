@@ -55,6 +55,10 @@ class ClassVolumes(DenseVolumes):
         result[0] += total
         return result
 
+    def names_of(self, row: int) -> frozenset[str]:
+        counts = self.counts(row)[1:]
+        return frozenset(name for name, count in zip(self.names, counts, strict=True) if count)
+
     def voxel_mm3(self, row: int) -> float:
         return float(np.prod(self.spacing_mm(row)))
 

@@ -1,0 +1,283 @@
+"""Decoders in folds of people, beside what they have to beat: `python -m finetuning.evaluate` of a task's
+file or a head with eval.protocol=crossfit.
+
+In: a checkpoint, a store with labels, eval.folds. Out: one table over all people, and a row for every person,
+in `${run.dir}/KIND.json` and KIND.md. In each fold (`${run.dir}/folds/01`, ...) a head is trained on the
+other people, of whom a share chooses its best epoch, and beside it, for as much processor time, a 2D U-Net,
+and the head's decoder on an image model where one is named. What is finished is not computed again after a
+kill.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic
+
+import numpy as np
+import pandas as pd
+
+from data_setup.store.reader import PreparedStore
+from finetuning.answers.answer import Answer
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
+from finetuning.cohort.ledger import digest
+from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
+from finetuning.dense.decoder import reads_blocks
+from finetuning.dense.evaluation import Arm, answer, examine, markdown, open_originals
+from finetuning.dense.examined import HEAD, Examined
+from finetuning.dense.folds import count_look, crossed
+from finetuning.dense.head import GRADER, IMAGE, LABELS, PRETRAINED, RANDOM, UNET, DenseHead
+from finetuning.dense.kind import Content, Kind, Volumes
+from finetuning.dense.on_scan import OnScan
+from finetuning.dense.rivals import CLASSES, on_image_model, plain_unet, second_grader
+from finetuning.features.slices import SliceEncoder
+from finetuning.heads.head_file import checkpoint_of, head_url
+from models.probes.intervals import EXACT_BELOW, smallest_p
+from utils import storage
+from utils.checkpoint import load_checkpoint
+from utils.config.load import flatten
+from utils.config.schema import Config
+from utils.errors import EXIT_FINISHED, ConfigError
+from utils.run.folder import check_run_dir
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime, StopRequested
+from utils.tables import Table, interval, number
+
+FORMAT_VERSION = 1
+ELSEWHERE = ("run.", "data.", "wandb.", "log.", "train.ckpt")  # keys that say where, not what
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fold(Generic[Volumes]):
+    """One fold, with what is trained and measured in it."""
+
+    kind: Kind[Volumes]
+    source: Source  # whose folders are those of the fold
+    volumes: Volumes
+    runtime: Runtime
+    fingerprint: str  # of all that its results depend on
+    image: SliceEncoder | None
+    own: OnScan[Volumes] | str  # what is measured on, or why that is the grid
+
+    def head(self) -> DenseHead:
+        """The fold's head, trained unless it is there; raises StopRequested, UserError."""
+        cfg, folder = self.source.cfg, self.source.cfg.run.dir
+        check_run_dir(cfg)
+        people = {"train": self.volumes.people(TRAIN), "val": self.volumes.people(VAL)}
+        options, url = cfg.data.storage_options, head_url(folder)
+        if storage.exists(url, options):
+            state = load_checkpoint(url, options)
+            is_own = state["participants"] == people
+            if is_own and state["encoder"]["checksum"] == self.source.state["checksum"]:
+                return self.kind.open_head(folder, options, self.source.url)
+        if self.kind.train(self.source, self.volumes, self.runtime) != EXIT_FINISHED:
+            raise StopRequested
+        return self.kind.open_head(folder, options, self.source.url)
+
+    def results(self) -> list[Examined[Volumes]]:
+        """What was measured of every arm, of the head's first."""
+        head = self.head()
+        makers: dict[str, Callable[[], Arm]] = {}
+        if self.image is not None:
+            makers[IMAGE] = partial(
+                on_image_model, self.kind, self.source, self.volumes, self.runtime, self.image
+            )
+        if self.kind.name in CLASSES:
+            seconds = _processor_seconds(head.state["validation"][PRETRAINED]["history"])
+            seed = self.source.cfg.seed
+            makers[UNET] = partial(plain_unet, self.kind, seed, self.volumes, self.runtime, seconds)
+        results = [self._kept("head", head), *(self._kept(name, head, makers[name]) for name in makers)]
+        if (grader := second_grader(self.source.cfg, self.volumes)) is not None:
+            results.append(
+                examine(self.kind, self.source.cfg, self.volumes, head, self.runtime, self.own, [grader])
+            )
+        return results
+
+    def _kept(self, name: str, head: DenseHead, make: Callable[[], Arm] | None = None) -> Examined[Volumes]:
+        """Of the head, or of one that is made for it; read where it was measured before."""
+        cfg = self.source.cfg
+        url = storage.join(cfg.run.dir, f"{name}.npz")
+        asked = digest([self.fingerprint, head.checksum, isinstance(self.own, str)])
+        if storage.exists(url):
+            with np.load(io.BytesIO(storage.read_bytes(url)), allow_pickle=False) as content:
+                if str(content["asked"]) == asked:
+                    drawn: dict[int, dict[str, np.ndarray]] = {}
+                    for key in set(content.files) - {"asked", "lines"}:
+                        row, _, arm = key.partition("/")
+                        drawn.setdefault(int(row), {})[arm] = content[key]
+                    lines = pd.DataFrame(json.loads(str(content["lines"])))
+                    why = self.own if isinstance(self.own, str) else None
+                    return Examined(cfg, self.volumes, head, lines, drawn, why)
+        arms = None if make is None else [make()]
+        examined = examine(self.kind, cfg, self.volumes, head, self.runtime, self.own, arms)
+        text = json.dumps(examined.lines.to_dict("records"), default=float)
+        pictures = {f"{row}/{arm}": v for row, of in examined.drawn.items() for arm, v in of.items()}
+        buffer = io.BytesIO()
+        np.savez(buffer, asked=np.array(asked), lines=np.array(text), **pictures)  # type: ignore[arg-type]
+        storage.write_bytes(url, buffer.getvalue())
+        return examined
+
+
+def source_of_head(head: DenseHead, overrides: Sequence[str]) -> Source:
+    """A head's configuration with overrides, and the checkpoint that it started from; raises UserError."""
+    cfg = evaluated_config(head.cfg, head.url, overrides)
+    options = cfg.data.storage_options
+    state, url = checkpoint_of(head.state, head.url, options, encoder_place(overrides))
+    return Source(cfg, url, state)
+
+
+def crossfit(
+    kind: Kind[Volumes], source: Source, image: SliceEncoder | None = None, overrides: Sequence[str] = ()
+) -> str | None:
+    """The page of all folds; an existing answer to the same question is reused. None where a signal stopped
+    it: the same command goes on. Raises UserError.
+    """
+    source = replace(source, cfg=reads_blocks(source.cfg))
+    cfg = source.cfg
+    if cfg.train.ckpt_dir is None:
+        raise ConfigError("train.ckpt_dir: expected a folder for the heads of the folds, found null")
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    check_fit(cfg, store, source.state, source.url)
+    whole = kind.read_volumes(cfg, store)
+    folds = crossed(cfg, whole, source.state["participants"])
+    people = sorted({person for volumes in folds for person in volumes.people(EVALUATED)})
+    overlap = count_seen(cfg, people, {"pre-training": source.state["participants"]}, source.url)
+    fingerprint = _fingerprint(source, folds, image)
+    place = Answer(cfg.run.dir, kind.name, fingerprint)
+    known = place.known()
+    if known is not None:
+        return page(kind, known)
+    runtime = open_runtime(cfg.train.use_bf16)
+    results: list[Examined[Volumes]] = []
+    try:
+        for count, volumes in enumerate(folds, start=1):
+            log.info("fold %d of %d: %s", count, len(folds), volumes.summary)
+            own = _of_fold(source, count)
+            measured = open_originals(cfg, volumes, source.url, overrides)
+            results += Fold(kind, own, volumes, runtime, fingerprint, image, measured).results()
+    except StopRequested:
+        log.info("stopped by %s; run the same command again to go on", runtime.stopped_by)
+        return None
+    examined = _joined(cfg, whole, people, results)
+    content = answer(kind, examined) | {"overlap": overlap, "folds": len(folds)}
+    content |= _against(kind, examined)
+    content["title"] = f"{kind.title}, {len(folds)} folds of people (crossfit)"
+    content["head"]["url"] = storage.join(cfg.run.dir, "folds")
+    content["notes"] += [
+        "In each fold a head was trained on the other people, of whom a share chose its best epoch; each "
+        "person is evaluated once. Arms of one fold learnt from the same people.",
+    ]
+    content["look"] = count_look(cfg, examined.volumes, source.state["checksum"], examined.arms)
+    kind.write(examined, content)
+    text = page(kind, content)
+    place.write(content, text + "\n")
+    return text
+
+
+def _of_fold(source: Source, count: int) -> Source:
+    """The source with the folders of a fold."""
+    folder = storage.join(source.cfg.run.dir, "folds", f"{count:02d}")
+    train = replace(source.cfg.train, ckpt_dir=storage.join(folder, "checkpoints"))
+    return replace(source, cfg=replace(source.cfg, run=replace(source.cfg.run, dir=folder), train=train))
+
+
+def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | None) -> str:
+    """A hash of all that the answer depends on."""
+    return digest(
+        [
+            FORMAT_VERSION,
+            source.state["checksum"],
+            {key: value for key, value in flatten(source.cfg) if not key.startswith(ELSEWHERE)},
+            None if image is None else image.digest(),
+            [[v.rows.tolist(), v.fold.tolist(), v.person.tolist(), list(v.names)] for v in folds],
+            folds[0].facts().loc[np.unique(np.concatenate([v.rows for v in folds]))].to_numpy(str).tolist(),
+        ]
+    )
+
+
+def _processor_seconds(history: Sequence[Mapping[str, float]]) -> float:
+    """What training an arm took, from the clock of each process that it went on in."""
+    total = last = 0.0
+    for line in history:
+        total += last if line["processor_seconds"] < last else 0.0
+        last = line["processor_seconds"]
+    return total + last
+
+
+def _joined(
+    cfg: Config, whole: Volumes, people: Sequence[str], results: Sequence[Examined[Volumes]]
+) -> Examined[Volumes]:
+    """All folds as one: every person is evaluated."""
+    lines = pd.concat([examined.lines for examined in results], ignore_index=True)
+    drawn: dict[int, dict[str, np.ndarray]] = {}
+    for examined in results:
+        for row, arms in examined.drawn.items():
+            drawn.setdefault(row, {}).update(arms)
+    is_in = (whole.fold == EVALUATED) & np.isin(whole.person, people)
+    cut = {key: getattr(whole, key)[is_in] for key in ("rows", "fold", "person")}
+    beside = tuple(name for name in (IMAGE, UNET, GRADER) if name in set(lines.arm))
+    return Examined(cfg, replace(whole, **cut), results[0].head, lines, drawn, results[0].on_grid, beside)
+
+
+def _against(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
+    """What the head gains over every other row, and the values of each person."""
+    lines = examined.lines[examined.lines[kind.metric].notna()]
+    arms = [arm for arm in dict.fromkeys(lines.arm) if arm != PRETRAINED]
+    values = {arm: examined.per_person(lines, arm, kind.metric) for arm in (PRETRAINED, *arms)}
+    against, verdicts = {}, []
+    for arm in arms:
+        gained_P = kind.sign * (values[PRETRAINED] - values[arm])
+        first = "Pre-training" if arm == RANDOM else HEAD
+        words = label(arm), f"{kind.shown[0].removeprefix('validation ')} saved"
+        if kind.sign > 0:
+            words = label(arm), kind.shown[0].removeprefix("validation ")
+        entry, sentence = examined.gain(gained_P, *words, f"No person has a value of {label(arm)}.", first)
+        against[arm] = entry | {"better": int((gained_P > 0).sum())}
+        verdicts.append(sentence)
+    by_person = {
+        person: {arm: _plain(of_arm[place]) for arm, of_arm in values.items()}
+        for place, person in enumerate(examined.people)
+    }
+    return {"against": against, "verdicts": verdicts, "by_person": by_person}
+
+
+def _plain(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def label(arm: str) -> str:
+    return LABELS.get(arm, arm.replace("_", " "))
+
+
+def page(kind: Kind[Any], content: Content) -> str:
+    """The page of an answer: verdicts, differences, people, then the tables of the kind."""
+    form = kind.shown[1].split("{")[1].split("}")[0].removeprefix(":")
+    arms = list(next(iter(content["by_person"].values())))
+    rows = [
+        [
+            label(arm),
+            number(entry["value"], f"+{form}"),
+            interval(entry["ci95"], f"+{form}"),
+            f"{entry['better']} of {entry['people']}",
+            number(entry.get("p"), ".3g"),
+            number(entry.get("could_have_shown"), form),
+        ]
+        for arm, entry in content["against"].items()
+    ]
+    header = ["against", "gained", "95 % interval", "better in", "exact p", "could have shown"]
+    people = content["n_participants"]
+    least = f"{people} people can give no p below {smallest_p(people):.3g}." if people < EXACT_BELOW else ""
+    of_people = [
+        [person, *(number(values[arm], form) for arm in arms)]
+        for person, values in content["by_person"].items()
+    ]
+    tables = [
+        Table(f"What the head gains, {kind.metric}", header, rows, least),
+        Table(f"Each person, {kind.metric}", ["", *map(label, arms)], of_people),
+    ]
+    return markdown(kind, content, tables)

@@ -206,8 +206,10 @@ def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
         raise ConfigError(f"{where}: {key or 'top level'}: expected {expected}, found {value}")
 
     if get_origin(hint) is UnionType:
-        hint = next(h for h in get_args(hint) if h is not NoneType)
-        if value is None:
+        hint, *words = (h for h in get_args(hint) if h is not NoneType)
+        if words and not isinstance(value, bool) and value not in get_args(words[0]):
+            refuse(f"true, false or {get_args(words[0])[0]}")
+        if value is None or words:
             return
     choices = get_args(hint)
     if is_dataclass(hint):

@@ -33,7 +33,8 @@ import logging
 import shlex
 from collections.abc import Sequence
 
-from utils.cli import parse_words, run_cli
+from finetuning.cohort.labels import check_table
+from utils.cli import announce, parse_words, run_cli
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -82,6 +83,9 @@ def _config_of(asked: argparse.Namespace) -> Config:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     asked = parse(argv)
+    if asked.config:
+        check_table(asked.config, asked.overrides)
+    announce(f"finetuning.evaluate: {asked.config or asked.head}; the libraries load, which takes seconds")
     setup_logging()
     # here: torch takes seconds to import, and a wrong command line is refused without it
     from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed

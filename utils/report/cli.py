@@ -75,7 +75,7 @@ def _truth_line(question: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     # files of before yardsticks compare with all of their rows
     named = question["compared"]["linear"] if "compared" in question else [*question["differences"]]
     best = max((row for row in rest if row["name"] in named), key=lambda row: float(row["r2"]))
-    gain = "gained by training" if ": gained by training" in question["verdict"] else "no gain shown"
+    gain = "no gain shown" if "no gain shown" in question["verdict"] else "gained by training"
     return f"R2 {first['r2']:.3f}; best of the others {best['r2']:.3f}, {labels[best['name']]}: {gain}"
 
 

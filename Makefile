@@ -1,13 +1,17 @@
-# Every target uses .venv, which `install` makes once and refreshes when the requirements change. test-xla uses
+# Every target uses .venv. `demo` makes it with requirements.txt, the others add the tools of requirements-dev.txt; each
+# is refreshed when its requirements change. test-xla uses
 # .venv-xla, because torch_xla goes with one version of torch; so its versions are those of constraints-tpu.txt.
 PYTHON ?= python3.11
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+TORCH_INDEX ?= $(shell test "$$(uname)" = Linux && ! command -v nvidia-smi > /dev/null && echo https://download.pytorch.org/whl/cpu)
 XLA_VENV := .venv-xla
 LOCK_VENV := .venv-lock
 RUN := runs/smoke_test
 CONTROL := runs/smoke_control
 CONFIG := configs/smoke_test.yaml
+SOURCES := data_setup models pretraining finetuning utils benchmarks
 PARTICIPANTS := 120
 PHANTOM = test -f runs/phantom/synthetic.json || $(PY) -m data_setup.phantom --out runs/phantom --participants $(PARTICIPANTS) --seed 0 --size small --faults
 COMPARE := runs/compare
@@ -26,14 +30,22 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(VENV)/installed ## make .venv with everything that the targets need
+install: $(VENV)/installed-dev ## make .venv with everything that the targets need
 
-$(VENV)/installed: requirements.txt requirements-dev.txt constraints.txt
+# torch comes first where there is no NVIDIA driver: PyPI's brings 5 GB of CUDA's libraries. `TORCH_INDEX=` takes PyPI's.
+$(VENV)/installed: requirements.txt constraints.txt
 	@mkdir -p $(RUN)
-	@echo "== install: packages into $(VENV), minutes and up to 8 GB"
-	@start=$$(date +%s) && test -x $(PY) || $(PYTHON) -m venv $(VENV) && \
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt && \
+	@echo "== install: packages into $(VENV), minutes; 1.6 GB, with CUDA 6 GB"
+	@start=$$(date +%s); test -x $(PY) || $(PYTHON) -m venv $(VENV) && \
+	if [ -n "$(TORCH_INDEX)" ]; then $(PIP) "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX) || \
+	    echo "$(TORCH_INDEX): not reached, so torch comes from PyPI, with CUDA's libraries"; fi; \
+	$(PIP) -r requirements.txt -c constraints.txt && \
 	printf 'install\t%s\n' $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
+	@echo "== install: the tools of the tests into $(VENV)"
+	@$(PIP) -r requirements-dev.txt -c constraints.txt
 	@touch $@
 
 lock: ## write constraints.txt anew, from the newest versions that the requirements allow
@@ -82,34 +94,47 @@ test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
 	    tests/models/test_xla_attention.py tests/benchmarks/test_tpu_fit.py \
 	    tests/finetuning/test_finetune_xla.py
 
+# SimpleITK and oct-converter, which brings OpenCV: 640 MB for two files of tests
 soak: install ## long proofs, run by hand
+	$(PIP) 'SimpleITK>=2.4' oct-converter==0.7.0
 	$(PY) -m pytest -m "soak" --timeout 7200
 
 tpu-fit-env: install ## the two environments of benchmarks.tpu_fit (9 GB, minutes)
 	$(PY) -m benchmarks.tpu_fit.env
 
-lint: install ## ruff check and format, types by mypy
+lint: install ## ruff check and format, types by mypy, licences of all packages
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(PY) -m pytest -q tests/test_packaging.py -k licence
 
 docs: install ## the site of docs/ in site/; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# one timed stage of demo or compare: $(call stage,name,command)
+# one timed stage of demo or compare: $(call stage,name,command). A stage that is in $(RUN)/done is over; one that runs
+# takes those after it out. What is printed as a table goes into a file of the run.
 define stage
-	@echo "== $(1)" && mkdir -p $(RUN) && start=$$(date +%s) && $(2) && \
-	printf '%s\t%s\n' $(1) $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
+	@if grep -qsx $(1) $(RUN)/done; then echo "== $(1): done before"; else \
+	    echo "== $(1)" && mkdir -p $(RUN) && touch $(RUN)/done && sed -i.bak '/^$(1)$$/,$$d' $(RUN)/done && \
+	    start=$$(date +%s) && $(2) && printf '%s\t%s\n' $(1) $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv && \
+	    echo $(1) >> $(RUN)/done; fi
 endef
 
-demo: install ## phantom data -> store -> pre-training -> truth and probe -> report, in minutes on a CPU
+# nothing is done where the code, a configuration, the phantom or the store is another one
+define forget
+	@test -d runs/phantom -a -d runs/phantom_store && test -z "$$(find $(SOURCES) $(CONFIG) Makefile \
+	    '(' -name '*.py' -o -name '*.yaml' -o -name Makefile ')' -newer $(RUN)/done -print -quit 2>&1)" || rm -f $(RUN)/done
+endef
+
+demo: $(VENV)/installed ## phantom data -> store -> pre-training -> truth and probe -> report, in minutes on a CPU
+	$(forget)
 	$(call stage,phantom,$(PHANTOM))
 	$(call stage,prepare,$(PY) -m data_setup.prepare --config $(CONFIG))
 	$(call stage,pretrain,$(PY) -m pretraining.train --config $(CONFIG))
 	$(call stage,control,$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(CONTROL) train.max_steps=2 wandb.mode=disabled)
-	$(call stage,truth,$(PY) -m benchmarks.phantom_truth --config $(CONFIG) --control $(CONTROL))
-	$(call stage,evaluate,$(PY) -m finetuning.evaluate --config $(CONFIG))
+	$(call stage,truth,$(PY) -m benchmarks.phantom_truth --config $(CONFIG) --control $(CONTROL) > $(RUN)/truth.txt)
+	$(call stage,evaluate,$(PY) -m finetuning.evaluate --config $(CONFIG) > $(RUN)/evaluation.txt)
 	@$(PY) -m utils.report $(RUN)
 	@test $$(wc -c < $(RUN)/report.html) -lt 15000000 || { echo "$(RUN)/report.html: expected under 15 MB"; exit 1; }
 
@@ -127,7 +152,8 @@ endef
 
 # the first checkpoint's store and filters are the leaderboard's: multi-domain, or one device alone would be evaluated
 compare: RUN := $(COMPARE)
-compare: install ## three pre-trainings (two seeds of one device, all devices) side by side, on the phantom
+compare: $(VENV)/installed ## three pre-trainings (two seeds of one device, all devices) side by side, on the phantom
+	$(forget)
 	$(call stage,phantom,$(PHANTOM))
 	$(call stage,prepare,$(PY) -m data_setup.prepare --config $(CONFIG))
 	$(call pretrain,multi_domain,train.max_steps=$(STEPS))

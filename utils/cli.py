@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from utils.config.load import load_config
 from utils.config.schema import Config
@@ -127,12 +128,28 @@ def errors_in_one_line() -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
-def answer_early(command: str, description: str, parse: Callable[..., object] = parse_cli) -> None:
-    """Answer --help, or refuse a wrong command line, before a module imports what takes seconds. `parse`:
-    parse_words where the file alone is no whole configuration.
+def answer_early(
+    command: str,
+    description: str,
+    parse: Callable[..., Any] = parse_cli,
+    check: Callable[[str, Sequence[str]], None] | None = None,
+) -> None:
+    """Answer --help, refuse a wrong command line, or say what is begun, before a module imports what takes
+    seconds. `parse`: parse_words where the file alone is no whole configuration. `check`: of the file and its
+    overrides, what more can be refused so early.
     """
     with errors_in_one_line():
-        parse(command, description, None)
+        parsed = parse(command, description, None)
+        args = parsed[-1] if isinstance(parsed, tuple) else parsed
+        if check:
+            check(args.config, args.overrides)
+    announce(f"{command}: {args.config}; the libraries load, which takes seconds")
+
+
+def announce(text: str) -> None:
+    """What a command is about to do, a line on stderr; of several processes the first alone says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(shown(text), file=sys.stderr, flush=True)
 
 
 def answer_help(command: str, description: str) -> None:

@@ -21,7 +21,8 @@ from rich.text import Text
 from utils.errors import shown
 
 T = TypeVar("T")
-PLAIN_EVERY_S = 30.0  # where nobody watches, so long from one line of `track` to the next
+# where nobody watches: so long to the first line of `track`, then twice as long each, up to the second
+PLAIN_FIRST_S, PLAIN_EVERY_S = 2.0, 30.0
 REDRAWS_PER_S = 5
 
 
@@ -123,7 +124,8 @@ def say(*lines: str, file: TextIO | None = None, flush: bool = False) -> None:
 def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T, None, None]:
     """The items as they come, with how many there have been and when the last of `total` is expected.
 
-    `unit`: plural, as in '12 of 40 volumes'. Where nobody watches: a line every PLAIN_EVERY_S.
+    `unit`: plural, as in '12 of 40 volumes'. Where nobody watches: lines after
+    PLAIN_FIRST_S to PLAIN_EVERY_S.
     """
     pace, title = Pace(0, total, time.monotonic()), shown(title)
     if not is_interactive():
@@ -141,12 +143,12 @@ def track(items: Iterable[T], total: int, title: str, unit: str) -> Generator[T,
 
 
 def _plain(items: Iterable[T], total: int, title: str, unit: str, pace: Pace) -> Generator[T, None, None]:
-    last = pace.began
+    last, wait = pace.began, PLAIN_FIRST_S
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
-        if now - last >= PLAIN_EVERY_S:
-            last = now
+        if now - last >= wait:
+            last, wait = now, min(2 * wait, PLAIN_EVERY_S)
             with contextlib.suppress(OSError):
                 text = f"{title}: {done} of {total} {unit}, {pace.text(done, now)}"
                 print(text, file=sys.stderr, flush=True)

@@ -118,7 +118,7 @@ def alternate(works: dict[str, Callable[[], object]], repeats: int, warm_up: boo
 def against_reference(name: str, repeats: int) -> dict[str, float]:
     """Rows 1 and 2: one precision."""
     cfg = small_volume(use_bf16=name == "bf16")
-    runtime = Runtime(torch.device("cpu"), use_bf16=cfg.train.use_bf16)
+    runtime = Runtime(torch.device("cpu"), use_bf16=name == "bf16")
     model, optimizer, batch = build(cfg)
     model.encoder.rope = model.target_encoder.rope = model.predictor.rope = "tiled"
     reference = ReferenceVJEPA2(model).train()

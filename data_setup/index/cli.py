@@ -45,7 +45,7 @@ from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.tables.participants import TREE
-from utils.cli import add_workers
+from utils.cli import add_workers, announce
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.help_pages import Parser
@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = StorageOptions(endpoint_url=args.endpoint_url)
     root = args.folder.rstrip("/") or "/"
     out = (args.out or root).rstrip("/") or "/"
+    announce(f"index: files below {root} are listed and their headers read; the tables go into {out}")
     tree = Tree(root, options)
     _check_places(tree, out)
     others: Counter[str] = Counter()

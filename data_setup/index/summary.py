@@ -6,6 +6,7 @@ import posixpath
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from glob import glob
 
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
@@ -21,7 +22,9 @@ from utils.storage import join
 
 NAMES = 3  # examples of a line
 FEW_PEOPLE = 50  # below, a side of the split may have nobody by the hash: 0.9^50 is 0.5 %
-CONFIG = "configs/pretrain_oct_vjepa2.yaml"
+# for a machine with an accelerator, and for one without
+CONFIGS = {True: "configs/pretrain_oct_vjepa2.yaml", False: "configs/smoke_test.yaml"}
+ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 _SPACING, _AXES, _SHAPE = RejectReason.MISSING_SPACING, RejectReason.UNKNOWN_AXES, RejectReason.MISSING_SHAPE
 # what may be missing -> (of which volumes, keys of a YAML that say it, columns of the manifest)
 _NEEDS: dict[str, tuple[Callable[[Entry], bool], str, str]] = {
@@ -294,8 +297,11 @@ def _next(
     if options.endpoint_url:
         places.append(f"data.storage_options.endpoint_url={options.endpoint_url}")
     places.append("data.store=STORE")
-    command = ["python", "-m", "data_setup.prepare", "--config", CONFIG, *places]
+    has_accelerator = any(map(glob, ACCELERATORS))
+    command = ["python", "-m", "data_setup.prepare", "--config", CONFIGS[has_accelerator], *places]
     lines = [f"next: {shlex.join(command)}"]
+    if not has_accelerator:
+        lines.insert(0, f"no accelerator is seen here, so a small grid is next; for one: {CONFIGS[True]}")
     if plug and any(entry.label_volume or entry.label_surfaces for entry in rows):
         lines.append(f"then: {shlex.join([*command, '--labels'])}")
     for task in plug.tasks if plug else ():

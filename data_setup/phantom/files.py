@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import io
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from data_setup.export.items import make_uid
-from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye
-from data_setup.phantom.cohort import Participant, Scan
+from data_setup.phantom.anatomy import LAYERS, SURFACES, Eye, make_eye
+from data_setup.phantom.cohort import Factors, Participant, Scan
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
 from data_setup.protocols import DEVICES, Protocol
 
-MIXED_WEIGHTS = {"explicit": 0.4, "j2k": 0.35, "rle": 0.15, "j2k_lossy": 0.1}
+# compression takes most of the time of a small file
+MIXED_WEIGHTS = {"explicit": 0.75, "j2k": 0.12, "rle": 0.05, "j2k_lossy": 0.08}
 MANIFEST_COLUMNS = (
     "person_id",
     "manufacturer",
@@ -79,12 +81,21 @@ def scan_volume(
     default_shape, spacing = geometry(scan.protocol, size)
     if shape is not None:
         spacing = rescaled(scan.protocol, shape)
-    identity = [seed, int(person.person_id), "RL".index(scan.laterality)]
-    eye = make_eye(person.factors, np.random.default_rng([*identity, 1]))
+    identity = (seed, int(person.person_id), "RL".index(scan.laterality))
     volume = render(
-        eye, scan.protocol, shape or default_shape, spacing, scan.laterality, [*identity, 2, scan.index]
+        _eye(person.factors, identity),
+        scan.protocol,
+        shape or default_shape,
+        spacing,
+        scan.laterality,
+        [*identity, 2, scan.index],
     )
     return (flip(volume) if POSITION_STYLES[scan.protocol.name].inferior_first else volume), spacing
+
+
+@lru_cache(maxsize=2)  # both eyes of a person
+def _eye(factors: Factors, identity: tuple[int, int, int]) -> Eye:
+    return make_eye(factors, np.random.default_rng([*identity, 1]))
 
 
 def flip(volume: Scan3D) -> Scan3D:

@@ -101,6 +101,7 @@ def frame_groups(spec: FileSpec, frames: int, columns: int, moment: str) -> Sequ
     style = POSITION_STYLES[spec.protocol.name]
     distance, axial, lateral = spec.spacing_mm
     pixels_per_mm = LOCALIZER_SIZE / (columns * lateral)
+    reference = _reference(spec)  # the same in every frame
     items = []
     for stored in range(frames):
         anatomical = frames - 1 - stored if style.inferior_first else stored
@@ -135,7 +136,7 @@ def frame_groups(spec: FileSpec, frames: int, columns: int, moment: str) -> Sequ
             groups.OphthalmicFrameLocationSequence = Sequence(
                 [
                     make_item(
-                        **_reference(spec),
+                        **reference,
                         ReferenceCoordinates=[row, 0.0, row, float(LOCALIZER_SIZE)],
                         OphthalmicImageOrientation="LINEAR",
                     )

@@ -1,4 +1,4 @@
-"""From anatomy to pixels: scan placement, device physics, speckle, 8-bit display values.
+"""From anatomy to pixels: device physics, speckle, 8-bit display values.
 
 In: an `Eye`, a protocol shape and spacing, a random generator. Out: uint8 [D,H,W] in anatomical order
 (superior to inferior; columns as the machine stores them) and the truth: surfaces in row coordinates and a
@@ -10,16 +10,21 @@ noise floor, then the log display. Row coordinate r means r rows below the centr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 from scipy.ndimage import gaussian_filter, gaussian_filter1d
+from scipy.special import gammaincinv, ndtri
 
 from data_setup.phantom.anatomy import RPE_BAND_MM, Anatomy, Eye, sample
-from data_setup.phantom.groups import ONH_CIRCLES_MM, ONH_RADIAL_SCALE
+from data_setup.phantom.placement import place, scan_positions
 from data_setup.protocols import Protocol
 
 LESIONS = ("none", "drusen", "intraretinal_fluid", "subretinal_fluid", "hyperreflective_focus")
 SLAB = 16  # frames rendered together; part of the random stream, so fixed
+SMOOTHED = 0.3  # grains of speckle narrower than this, in voxels of standard deviation, lie in one voxel
+_Place = Any  # an index into columns [d,W]: ... or the index arrays of some
 
 
 @dataclass(frozen=True)
@@ -87,65 +92,6 @@ class Scan3D:
     disc: np.ndarray  # [D,W] 0..1, inside the optic disc
     u_mm: np.ndarray  # [D,W] fundus position, nasal of the fovea
     v_mm: np.ndarray  # [D,W] below the fovea
-
-
-def scan_positions(
-    protocol: Protocol,
-    shape: tuple[int, int, int],
-    spacing_mm: tuple[float, float, float],
-    laterality: str,
-    eye: Eye,
-    rng: np.random.Generator,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fundus position (u, v) in mm of every A-scan [D,W], superior B-scan first; columns run as stored."""
-    frames, _, columns = shape
-    f = eye.factors
-    jitter_u, jitter_v = rng.normal(0, 0.18, 2)
-    disc_scan = "Disc" in protocol.region and protocol.spacing_mm[2] * protocol.shape[2] < 9
-    if disc_scan or not protocol.is_volume:
-        centre_u, centre_v = f.disc_u_mm + jitter_u, f.disc_v_mm + jitter_v
-    elif protocol.region in ("Wide Field", "Optic Disc"):  # 12 x 9 mm: fovea and disc in one field
-        centre_u, centre_v = 1.9 + jitter_u, -0.2 + jitter_v
-    else:
-        centre_u, centre_v = jitter_u, jitter_v
-    along = (np.arange(columns) - (columns - 1) / 2) * spacing_mm[2]
-    if protocol.is_volume:
-        across = (np.arange(frames) - (frames - 1) / 2) * spacing_mm[0]
-        turn = np.deg2rad(rng.normal(0, 2.5))  # head tilt and cyclotorsion
-        x, y = np.broadcast_to(along, (frames, columns)), np.broadcast_to(across[:, None], (frames, columns))
-        x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
-    else:  # 24 radial lines, then 3 circles around the disc
-        radial = frames - len(ONH_CIRCLES_MM)
-        angle = np.arange(radial)[:, None] * np.pi / radial
-        circle = np.linspace(-np.pi, np.pi, columns, endpoint=False)[None]
-        diameter = np.array(ONH_CIRCLES_MM)[:, None]
-        x = np.concatenate([along * np.cos(angle) * ONH_RADIAL_SCALE, diameter / 2 * np.cos(circle)])
-        y = np.concatenate([along * np.sin(angle) * ONH_RADIAL_SCALE, diameter / 2 * np.sin(circle)])
-    nasal = 1.0 if laterality == "R" else -1.0  # the disc is right of the fovea in a right eye
-    return centre_u + nasal * x, centre_v + y
-
-
-def place(
-    anatomy: Anatomy,
-    u: np.ndarray,
-    v: np.ndarray,
-    depth_mm: float,
-    jitter_mm: float,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """Depth in mm of Bruch's membrane's base [D,W]: curvature, tilt, motion, kept inside the field."""
-    x, y = u - u.mean(), v - v.mean()
-    relief = -(x**2 + y**2) / (2 * rng.uniform(28, 80))
-    relief = relief + rng.normal(0, 0.035) * x + rng.normal(0, 0.025) * y
-    relief = relief + 0.012 * np.sin(rng.uniform(0.4, 0.9) * x + rng.uniform(0, 6)) * np.cos(0.6 * y)
-    frames = u.shape[0]
-    motion = gaussian_filter1d(rng.standard_normal(frames), 1.0, mode="nearest") * 1.9 * jitter_mm
-    allowed = depth_mm - 0.62 - 0.10 * depth_mm
-    relief *= min(1.0, allowed / max(np.ptp(relief), 1e-6))
-    base = relief - relief.mean() + motion[:, None] + rng.uniform(0.47, 0.60) * depth_mm
-    top = (base - anatomy.heights_mm[0]).min()
-    base += max(0.05 * depth_mm - top, 0.0)
-    return base - max(base.max() - 0.94 * depth_mm, 0.0)
 
 
 def _texture(shape: tuple[int, ...], sigma: tuple[float, ...], rng: np.random.Generator) -> np.ndarray:
@@ -239,6 +185,49 @@ def lesion_boxes(
     return boxes
 
 
+class _Columns:
+    """The signal of columns of voxels, made from its edges: a step is written where it begins, and one sum
+    down the rows makes them all. Thin lines come after it.
+    """
+
+    def __init__(self, frames: int, rows: int, columns: int) -> None:
+        self.rows = rows
+        self.values = np.zeros((frames, rows + 1, columns), np.float32)  # the last row takes what lies below
+        self.first = np.arange(frames)[:, None] * ((rows + 1) * columns) + np.arange(columns)
+
+    def _add(self, row: np.ndarray, value: np.ndarray | float, at: _Place) -> None:
+        self.values.ravel()[self.first[at] + row * self.values.shape[2]] += value
+
+    def step(
+        self,
+        centre: np.ndarray,
+        height: np.ndarray | float,
+        soft: np.ndarray | float = 1.0,
+        at: _Place = ...,
+    ) -> None:
+        """Add `height` below the row `centre`, over `soft` rows, in the columns `at`; before `sum`."""
+        begin = np.floor(centre - np.float32(0.5) * soft).astype(np.intp) + 1
+        before: np.ndarray | float = 0.0
+        for further in range(int(np.ceil(np.max(soft, initial=0))) + 1):
+            share = np.clip((begin + further - centre) / soft + np.float32(0.5), 0, 1, dtype=np.float32)
+            self._add(np.clip(begin + further, 0, self.rows), height * (share - before), at)
+            before = share
+
+    def sum(self) -> None:
+        np.cumsum(self.values, axis=1, out=self.values)
+
+    def line(
+        self, centre: np.ndarray, height: np.ndarray | float, width: np.ndarray | float, at: _Place = ...
+    ) -> None:
+        """Add a Gaussian line of `width` rows around the row `centre`; after `sum`."""
+        nearest = np.rint(centre).astype(np.intp)
+        reach = int(np.ceil(2.5 * np.max(width, initial=0)))
+        for row in (nearest + further for further in range(-reach, reach + 1)):
+            inside = (row >= 0) & (row < self.rows)
+            bump = height * np.exp(-(((row - centre) / width) ** 2), dtype=np.float32)
+            self._add(np.where(inside, row, self.rows), bump, at)
+
+
 def signal_db(
     part: slice,
     rows: int,
@@ -251,87 +240,145 @@ def signal_db(
     lesions: np.ndarray,
 ) -> np.ndarray:
     """Mean signal in dB over the noise floor for the frames `part`, float32 [d,H,W]; marks lesions."""
-    s = surfaces[:, part, None, :]
-    z = np.arange(rows, dtype=np.float32)[None, :, None]
-    disc = anatomy.disc[part, None, :].astype(np.float32)
-    srf = (anatomy.srf_mm[part, None, :] / h_mm).astype(np.float32)
-    drusen = (anatomy.drusen_mm[part, None, :] / h_mm).astype(np.float32)
-    ez_rows, rpe_rows = 0.015 / h_mm, RPE_BAND_MM / h_mm
-    steps = [
-        (s[0], "ILM"),
-        (s[1], "RNFL_GCL"),
-        (s[2], "GCL_IPL"),
-        (s[3], "IPL_INL"),
-        (s[4], "INL_OPL"),
-        (s[5], "OPL_ONL"),
-        (s[6], "ELM"),
-        (s[7], "EZ"),
-        (s[7] + ez_rows, "OS"),
+    s = surfaces[:, part]
+    disc = anatomy.disc[part].astype(np.float32)
+    columns = _Columns(s.shape[1], rows, s.shape[2])
+    columns.step(s[0], -0.5 * float(capture.haze_db))
+    above = LAYER_DB["vitreous"]
+    for surface, below in _edges(s, h_mm):
+        jump = LAYER_DB[below] - above
+        soft = max(SOFT_MM.get(below, 0.004) / h_mm, 1.0)  # no edge is sharper than a row
+        columns.step(surface, jump if below == "ILM" else jump * (1 - disc), soft)
+        above = LAYER_DB[below]
+    loss = 0.02 / h_mm  # rows over which the capillaries' loss comes about
+    columns.step(s[3] + loss / 2, capture.capillary_db[part], loss)
+    # vessels: a bright lumen wall in the inner retina and a shadow below
+    at = np.nonzero(anatomy.vessel[part])
+    cover = anatomy.vessel[part][at].astype(np.float32) * (1 - disc[at] * 0.4)
+    radius = (anatomy.vessel_radius_mm[part][at] / h_mm).astype(np.float32)
+    wall = s[0][at] + 0.020 / h_mm + 0.9 * radius
+    thick = np.maximum(radius, 0.8)
+    columns.step(wall + thick / 2, -device.shadow_db * cover, thick, at)
+    columns.sum()
+    columns.line(wall, 5.0 * cover, thick, at)
+    line = 0.006 / h_mm  # thin bright lines: share of a row that they fill
+    for surface, lift in ((s[0] + 0.4, 3.0), (s[6], 5.0)):
+        columns.line(surface, lift * min(line * 1.6, 1.0) * (1 - disc), max(0.7, line))
+    if capture.hyaloid_rows:
+        columns.line(s[0] - capture.hyaloid_rows, 5.0, 1.2)
+    out = columns.values[:, :rows]
+    _below_bruch(out, s, disc, [texture[part] for texture in lumina], h_mm, device)
+    _mark_lesions(out, lesions[part], s, anatomy, part, h_mm)
+    out += (capture.gain_db + capture.haze_db * 0.5 + capture.lateral_db[part])[:, None, :]
+    out -= np.float32(device.roll_off_db_mm * h_mm) * np.arange(rows, dtype=np.float32)[:, None]
+    return out
+
+
+def _edges(s: np.ndarray, h_mm: float) -> list[tuple[np.ndarray, str]]:
+    """The surfaces [d,W] at which the signal changes, from the vitreous down, and what lies below each."""
+    inner = ("ILM", "RNFL_GCL", "GCL_IPL", "IPL_INL", "INL_OPL", "OPL_ONL", "ELM", "EZ")
+    return [
+        *((s[number], name) for number, name in enumerate(inner)),
+        (s[7] + 0.015 / h_mm, "OS"),
         (s[8], "RPE"),
-        (np.minimum(s[8] + rpe_rows, s[9]), "DRUSEN"),
+        (np.minimum(s[8] + RPE_BAND_MM / h_mm, s[9]), "DRUSEN"),
         (s[9], "BM"),
         (s[10], "CSI"),
     ]
-    out = np.zeros((s.shape[1], rows, s.shape[3]), np.float32)
-    above = LAYER_DB["vitreous"]
-    for surface, below in steps:
-        jump = LAYER_DB[below] - above
-        soft = max(SOFT_MM.get(below, 0.004) / h_mm, 1.0)  # no edge is sharper than a row
-        ramp = np.clip((z - surface) / np.float32(soft) + np.float32(0.5), 0, 1)
-        ramp *= jump if below in ("ILM",) else jump * (1 - disc)
-        out += ramp
-        above = LAYER_DB[below]
-    line = 0.006 / h_mm  # thin bright lines: share of a row that they fill
-    for surface, lift in ((s[0] + 0.4, 3.0), (s[6], 5.0)):
-        out += lift * min(line * 1.6, 1.0) * np.exp(-(((z - surface) / max(0.7, line)) ** 2)) * (1 - disc)
-    # below Bruch's membrane: choroidal vessels, then loss with path length; in the disc from the surface
-    below_bm = z - s[9]
-    depth_mm = np.clip(below_bm, 0, None) * h_mm
-    cell = np.clip(depth_mm / 0.012, 0, lumina.shape[2] - 1).astype(np.intp)
-    fine, coarse = (np.take_along_axis(t[part], cell, axis=1) for t in lumina)
-    mix = np.clip(depth_mm / 0.12, 0, 1)
-    inside = (below_bm > 0) * (1 - np.clip((z - s[10]) * h_mm / 0.06 + 0.5, 0, 1))
-    pattern = np.tanh(1.5 * ((1 - mix) * fine + mix * coarse) - 0.25 * mix)
-    out += np.maximum(inside * (1 - disc), 0.5 * disc) * (1 - np.exp(-depth_mm / 0.015)) * 3.6 * pattern
-    out -= (
-        np.float32(device.choroid_db_mm) * (0.25 * depth_mm + 0.75 * np.minimum(depth_mm, 0.25)) * (1 - disc)
-    )
-    out -= 30.0 * disc * np.clip((z - s[0]) * h_mm - 0.10, 0, None)
-    out += capture.capillary_db[part, None, :] * np.clip((z - s[3]) * h_mm / 0.02, 0, 1)
-    # vessels: a bright lumen wall in the inner retina and a shadow below
-    cover = anatomy.vessel[part, None, :].astype(np.float32) * (1 - disc * 0.4)
-    radius = (anatomy.vessel_radius_mm[part, None, :] / h_mm).astype(np.float32)
-    centre = s[0] + 0.020 / h_mm + 0.9 * radius
-    wall = np.exp(-(((z - centre) / np.maximum(radius, 0.8)) ** 2))
-    out += cover * (5.0 * wall - device.shadow_db * np.clip((z - centre) / np.maximum(radius, 0.8), 0, 1))
-    fluid = (z > s[8] - srf - 0.5) & (z < s[8] - 0.5) & (srf > 0.5)
-    out = np.where(fluid, FLUID_DB, out)
-    lesions[part][fluid] = 3
-    lesions[part][(z > s[8] + rpe_rows) & (z < s[9]) & (drusen > 0.4)] = 1
-    if capture.hyaloid_rows:
-        out += 5.0 * np.exp(-(((z - s[0] + capture.hyaloid_rows) / 1.2) ** 2))
-    out += capture.haze_db * (z < s[0]) * 0.5
-    return out + (capture.gain_db + capture.lateral_db[part, None, :] - device.roll_off_db_mm * z * h_mm)
+
+
+def _below_bruch(
+    out: np.ndarray,
+    s: np.ndarray,
+    disc: np.ndarray,
+    lumina: list[np.ndarray],
+    h_mm: float,
+    device: Device,
+) -> None:
+    """Choroidal vessels below Bruch's membrane, then loss with path length; in the disc from the surface."""
+    rows = out.shape[1]
+    has_disc = bool(disc.max() > 1e-3)
+    first = int(np.clip(np.floor(s[9].min()), 0, rows - 1))
+    z = np.arange(rows, dtype=np.float32)[:, None]
+    depth_mm = np.clip((z[first:] - s[9][:, None]) * np.float32(h_mm), 0, None)
+    kept = (1 - disc)[:, None]
+    out[:, first:] -= kept * device.choroid_db_mm * (0.25 * depth_mm + 0.75 * np.minimum(depth_mm, 0.25))
+    if has_disc:
+        out -= 30.0 * disc[:, None] * np.clip((z - s[0][:, None]) * np.float32(h_mm) - 0.10, 0, None)
+    # no vessel lies below the choroid, except in the disc
+    last = rows if has_disc else int(np.clip(np.ceil(s[10].max() + 0.03 / h_mm), first, rows))
+    depth_mm = depth_mm[:, : last - first]
+    cell = np.minimum(depth_mm * np.float32(1 / 0.012), lumina[0].shape[1] - 1).astype(np.intp)
+    fine, coarse = (np.take_along_axis(texture, cell, axis=1) for texture in lumina)
+    mix = np.minimum(depth_mm * np.float32(1 / 0.12), 1)
+    pattern = np.tanh(1.5 * (fine + mix * (coarse - fine)) - 0.25 * mix)
+    inside = kept * np.clip((s[10][:, None] - z[first:last]) * np.float32(h_mm / 0.06) + 0.5, 0, 1)
+    if has_disc:
+        inside = np.maximum(inside, 0.5 * disc[:, None])
+    out[:, first:last] += inside * (1 - np.exp(depth_mm * np.float32(-1 / 0.015))) * 3.6 * pattern
+
+
+def _mark_lesions(
+    out: np.ndarray, lesions: np.ndarray, s: np.ndarray, anatomy: Anatomy, part: slice, h_mm: float
+) -> None:
+    """Fluid under the retina: dark in `out`, 3 in `lesions`; drusen, which have their layers already: 1."""
+    z = np.arange(out.shape[1], dtype=np.float32)
+    srf, drusen = anatomy.srf_mm[part] / h_mm, anatomy.drusen_mm[part] / h_mm
+    for kind, (d, w) in ((3, np.nonzero(srf > 0.5)), (1, np.nonzero(drusen > 0.4))):
+        rpe, bruch = s[8][d, w, None], s[9][d, w, None]
+        if kind == 3:
+            column, row = np.nonzero((z > rpe - srf[d, w, None] - 0.5) & (z < rpe - 0.5))
+            out[d[column], row, w[column]] = FLUID_DB
+        else:
+            column, row = np.nonzero((z > rpe + RPE_BAND_MM / h_mm) & (z < bruch))
+        lesions[d[column], row, w[column]] = kind
 
 
 def display(
     decibel: np.ndarray, device: Device, spacing_mm: tuple[float, float, float], rng: np.random.Generator
 ) -> np.ndarray:
     """uint8 display values of a mean signal in dB: speckle, noise floor, logarithm, contrast."""
-    shape = decibel.shape
+    level = np.exp(decibel * np.float32(np.log(10) / 10))
+    level *= _speckle(decibel.shape, device, spacing_mm, rng)
+    level += _draw(rng, decibel.shape, 1)
+    np.log(level + np.float32(1e-3), out=level)
+    level *= np.float32(10 / np.log(10) / device.range_db)
+    np.clip(level - np.float32(device.black_db / device.range_db), 1e-9, 1, out=level)
+    np.exp(np.float32(device.gamma) * np.log(level, out=level), out=level)
+    return np.rint(np.float32(255) * level).astype(np.uint8)
+
+
+def _speckle(
+    shape: tuple[int, ...],
+    device: Device,
+    spacing_mm: tuple[float, float, float],
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Speckle of mean 1, float32 [d,H,W]: the power of complex Gaussian fields, over the device's looks."""
     # one voxel of a coarse grid holds several speckles
     cells = max(spacing_mm[1] / device.speckle_mm[0], 1.0) * max(spacing_mm[2] / device.speckle_mm[1], 1.0)
     looks = int(min(device.looks * max(1.0, cells**0.5), 8))
     sigma = [max(c / s * 0.5, 0.0) for c, s in zip(device.speckle_mm, spacing_mm[1:], strict=True)]
+    if max(sigma) < SMOOTHED:  # no voxel shares its speckle with a neighbour: the sum of the looks at once
+        return _draw(rng, shape, looks)
     power = np.zeros(shape, np.float32)
     for _ in range(2 * looks):
-        field = rng.standard_normal(shape, dtype=np.float32)
+        field = _draw(rng, shape, None)
         for axis, width in ((1, sigma[0]), (2, max(sigma[1], 0.45))):
-            if width > 0.3:
+            if width > SMOOTHED:
                 field = gaussian_filter1d(field, width, axis=axis, mode="nearest", truncate=2.5)
         power += np.square(field)
-    power /= power.mean()
-    intensity = np.power(np.float32(10), decibel * np.float32(0.1)) * power
-    intensity += rng.standard_exponential(shape, dtype=np.float32)
-    level = (10 * np.log10(intensity + np.float32(1e-3)) - device.black_db) / device.range_db
-    return np.rint(255 * np.clip(level, 0, 1) ** device.gamma).astype(np.uint8)
+    return power / power.mean()
+
+
+@cache
+def _quantiles(looks: int | None) -> np.ndarray:
+    """65,536 quantiles float32 of the mean power of `looks` complex Gaussians; None: of one Gaussian."""
+    share = (np.arange(1 << 16) + 0.5) / (1 << 16)
+    values = ndtri(share) if looks is None else gammaincinv(looks, share) / looks
+    return np.asarray(values, np.float32)
+
+
+def _draw(rng: np.random.Generator, shape: tuple[int, ...], looks: int | None) -> np.ndarray:
+    """Random numbers of `_quantiles`, float32: fast, and finer than 8 bits show."""
+    return _quantiles(looks)[rng.integers(0, 1 << 16, shape, np.uint16)]

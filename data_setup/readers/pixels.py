@@ -190,9 +190,9 @@ def _decoder(syntax: UID, url: str) -> Any:
             name = syntax.name if syntax in UID_dictionary else "another one"
             raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, name) from None
     if not decoder.is_available:
-        package = "pylibjpeg pylibjpeg-openjpeg"
-        if syntax in JPEGTransferSyntaxes + JPEGLSTransferSyntaxes:
-            package = "pylibjpeg-libjpeg (GPL-3.0, so not in requirements.txt)"
+        package = "pyjpegls" if syntax in JPEGLSTransferSyntaxes else "pylibjpeg pylibjpeg-openjpeg"
+        if syntax in JPEGTransferSyntaxes:
+            package = "python-gdcm"
         expected = f"a codec for {syntax.name}: pip install {package}"
         raise OCTReadError(url, RejectReason.MISSING_CODEC, expected, "none installed")
     return decoder

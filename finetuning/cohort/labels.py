@@ -12,9 +12,10 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pandas as pd
+from omegaconf import OmegaConf
 
 from data_setup.tables.text import (
     PERSON_COLUMNS,
@@ -25,7 +26,9 @@ from data_setup.tables.text import (
     person_id_of,
     read_table,
 )
-from utils.config.schema import Config, TaskConfig
+from utils.config.load import storage_options_of
+from utils.config.schema import DENSE_KINDS, Config, TaskConfig
+from utils.config.written import read_file, read_words
 from utils.errors import UserError
 
 VOLUME_COLUMNS = ("sop_instance_uid", "path", "filepath")
@@ -128,6 +131,23 @@ def label_columns(task: TaskConfig) -> tuple[str, ...]:
     if task.kind == "multilabel":
         return tuple(task.names or ())
     return (task.label_column,)
+
+
+def check_table(config: str, overrides: Sequence[str]) -> None:
+    """Raise UserError for a table of labels that cannot be read, or lacks a column that the task needs: it is
+    asked before a checkpoint, a store or torch.
+    """
+    written = OmegaConf.merge(read_file(config), read_words(overrides))
+    content = OmegaConf.to_container(written, resolve=False)
+    given = content.get("task") if isinstance(content, dict) else None
+    known = {field.name for field in fields(TaskConfig)}
+    task = TaskConfig(**{name: value for name, value in (given or {}).items() if name in known})
+    url = task.labels_path
+    if not isinstance(url, str) or "$" in url or task.kind in DENSE_KINDS:
+        return
+    usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
+    ids = (task.id_column,) if task.id_column else usual_ids
+    read_table(url, storage_options_of(overrides), label_columns(task), ids)
 
 
 def refuse_name(url: str, column: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import SimpleITK
 from scipy.io import savemat
 
 from data_setup.manifest import Record
@@ -110,7 +110,7 @@ def test_cut_files_are_rejects(tmp_path: Path, name: str) -> None:
     elif name == "eye.npy":
         np.save(path, VOXELS)
     else:
-        SimpleITK.WriteImage(SimpleITK.GetImageFromArray(VOXELS), str(path), useCompression=True)
+        write_metaimage(path, VOXELS, is_compressed=True)
     data = path.read_bytes()
     for eighth in range(8):
         path.write_bytes(data[: len(data) * eighth // 8])
@@ -196,14 +196,46 @@ def test_a_key_of_a_metaimage_stands_once(tmp_path: Path) -> None:
     assert reject(tmp_path / "eye.mhd", "{axes: [W, H, D]}").reason == RejectReason.HEADER_MISMATCH
 
 
+def write_metaimage(path: Path, values: np.ndarray, *, is_compressed: bool = False) -> None:
+    """A MetaImage with SPACING in the manner of ITK: .mha in one file, .mhd beside .raw or .zraw."""
+    data = zlib.compress(values.tobytes()) if is_compressed else values.tobytes()
+    raw = path.with_suffix(".zraw" if is_compressed else ".raw")
+    place = "LOCAL" if path.suffix == ".mha" else raw.name
+    lines = [
+        "ObjectType = Image",
+        f"NDims = {values.ndim}",
+        "BinaryData = True",
+        "BinaryDataByteOrderMSB = False",
+    ]
+    lines.append(f"CompressedData = {is_compressed}")
+    lines += [f"CompressedDataSize = {len(data)}"] if is_compressed else []
+    lines += ["TransformMatrix = 1 0 0 0 1 0 0 0 1", "Offset = 0 0 0", "CenterOfRotation = 0 0 0"]
+    lines.append(f"ElementSpacing = {' '.join(map(str, SPACING[::-1]))}")
+    lines.append(f"DimSize = {' '.join(map(str, values.shape[::-1]))}")
+    lines += [f"ElementType = MET_{'UCHAR' if values.dtype == np.uint8 else 'USHORT'}"]
+    head = ("\n".join(lines) + f"\nElementDataFile = {place}\n").encode()
+    path.write_bytes(head + (data if place == "LOCAL" else b""))
+    if place != "LOCAL":
+        raw.write_bytes(data)
+
+
+def write_by_itk(path: Path, values: np.ndarray, *, is_compressed: bool = False) -> None:
+    """`make soak` installs it."""
+    itk = pytest.importorskip("SimpleITK")
+    image = itk.GetImageFromArray(values)
+    image.SetSpacing(SPACING[::-1])
+    itk.WriteImage(image, str(path), useCompression=is_compressed)
+
+
+@pytest.mark.parametrize("write", [write_metaimage, pytest.param(write_by_itk, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", ["eye.mhd", "eye.mha"])
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_metaimage_as_itk_writes_it(tmp_path: Path, name: str, is_compressed: bool, dtype: str) -> None:
+def test_metaimage_as_itk_writes_it(
+    tmp_path: Path, write: Callable[..., None], name: str, is_compressed: bool, dtype: str
+) -> None:
     values = VOXELS.astype(dtype) * (257 if dtype == "uint16" else 1)
-    image = SimpleITK.GetImageFromArray(values)
-    image.SetSpacing(SPACING[::-1])
-    SimpleITK.WriteImage(image, str(tmp_path / name), useCompression=is_compressed)
+    write(tmp_path / name, values, is_compressed=is_compressed)
     header, voxels = read(tmp_path / name, "{axes: [W, H, D]}", spacing_mm=None)
     np.testing.assert_array_equal(voxels, VOXELS)
     np.testing.assert_allclose(header.spacing_mm, SPACING)
@@ -222,7 +254,7 @@ def test_metaimage_of_another_folder_is_not_opened(tmp_path: Path) -> None:
 
 def test_a_changed_raw_file_or_row_is_another_source(tmp_path: Path) -> None:
     path = tmp_path / "eye.mhd"
-    SimpleITK.WriteImage(SimpleITK.GetImageFromArray(VOXELS), str(path))
+    write_metaimage(path, VOXELS)
     row = record(path, "{axes: [W, H, D]}")
     first = source_stat(row, StorageOptions())
     assert first == source_stat(row, StorageOptions())

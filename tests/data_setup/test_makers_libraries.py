@@ -18,6 +18,7 @@ from tests.support.import_factory import write_yaml
 from tests.support.makers_factory import write_e2e, write_topcon
 
 SPACING = (0.12, 0.0039, 0.0117)
+pytestmark = pytest.mark.soak  # `make soak` installs it
 # it imports OpenCV, which wants libGL
 READERS = pytest.importorskip("oct_converter.readers", exc_type=ImportError)
 

@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import phantom_difficulty
 from data_setup.phantom import cli as phantom
+from data_setup.phantom import render
 from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye, sample
 from data_setup.phantom.cli import main, write_tree
 from data_setup.phantom.cohort import (
@@ -378,6 +379,37 @@ def test_a_killed_run_leaves_no_tree_and_is_begun_again(tmp_path: Path) -> None:
     write_tree(tmp_path / "whole", participants=3, seed=5, workers=0)
     assert tree_hash(out) == tree_hash(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t", "whole"]
+
+
+def test_edges_and_lines_are_the_formula_of_every_voxel() -> None:
+    """`_Columns` writes edges where they begin; here each row is computed, above, in and below the volume."""
+    rows, rng = 40, np.random.default_rng(0)
+    surface, height = rng.uniform(-15, 55, (3, 7)), rng.normal(0, 5, (3, 7)).astype(np.float32)
+    soft, z = rng.uniform(0.8, 6, (3, 7)), np.arange(rows)[None, :, None]
+    columns = render._Columns(3, rows, 7)
+    columns.step(surface, 2.0)
+    columns.step(surface, height, soft)
+    some = np.nonzero(surface > 20)
+    columns.step(surface[some], 1.0, 9.0, some)
+    columns.sum()
+    columns.line(surface, height, 1.5)
+    at = [part[:, None, :] for part in (surface, height, soft)]
+    ramp = [np.clip((z - at[0]) / wide + 0.5, 0, 1) for wide in (1.0, at[2], 9.0)]
+    expected = 2 * ramp[0] + at[1] * ramp[1] + (at[0] > 20) * ramp[2]
+    expected += at[1] * np.exp(-(((z - at[0]) / 1.5) ** 2))
+    np.testing.assert_allclose(columns.values[:, :rows], expected, atol=0.05)
+
+
+@pytest.mark.parametrize(("size", "looks"), [("small", 3), ("full", 1)])
+def test_speckle_has_the_power_of_its_looks(size: str, looks: int) -> None:
+    """Mean 1 and variance 1 / looks; neighbours share it only where a grain is wider than a voxel."""
+    _, spacing = geometry(BY_NAME["cirrus_mac_oct_oct"], size)
+    device = render.DEVICE_PHYSICS["zeiss_cirrus"]
+    power = render._speckle((8, 128, 128), device, spacing, np.random.default_rng(0))
+    assert power.mean() == pytest.approx(1, abs=0.02)
+    assert power.var() == pytest.approx(1 / looks, rel=0.1)
+    shared = np.corrcoef(power[:, 1:].ravel(), power[:, :-1].ravel())[0, 1]
+    assert (shared > 0.3) == (size == "full")
 
 
 @pytest.mark.slow

@@ -353,7 +353,7 @@ def test_features_say_how_many_are_done_and_when_the_last_is_expected(
     monkeypatch.setattr("finetuning.features.pooled.EVALUATION_BATCH", 2)
     cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)
-    monkeypatch.setattr(terminal, "PLAIN_EVERY_S", 0.0)
+    monkeypatch.setattr(terminal, "PLAIN_FIRST_S", 0.0)
     embed_rows(random_encoder(cfg, 0), cfg, store, np.arange(5), RUNTIME, "random features")
     raw_features(cfg, store, np.arange(3), RUNTIME)
     lines = [re.sub(r", .* left$", "", line) for line in capfd.readouterr().err.splitlines()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from finetuning.cohort.cohort import (
     read_cohort,
     read_cohorts,
 )
-from finetuning.cohort.labels import Labels, read_labels
+from finetuning.cohort.labels import Labels, check_table, read_labels
 from finetuning.cohort.predictions import pool
 from tests.support.cloud_servers import BUCKET, s3_server
 from tests.support.finetune_factory import DEVICES, config, index_store
@@ -55,6 +57,39 @@ def problem_of(folder: Path, text: str, *overrides: str) -> str:
         labels_of(folder, text, *overrides)
     assert "\n" not in str(error.value)
     return str(error.value).replace(f"{folder}/", "")
+
+
+# ---- before anything is loaded ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        (None, [], "not found"),
+        ("person_id,grade\n1001,1\n", ["task.label_column=stage"], "expected a column stage"),
+        ("who,grade\n1001,1\n", ["task.label_column=grade"], "expected a column person_id"),
+        ("who,grade\n1001,1\n", ["task.label_column=grade", "task.id_column=who"], None),
+        ("nothing", ["task.kind=layers"], None),  # its labels are in the store
+    ],
+)
+def test_a_table_is_refused_before_a_checkpoint_is_asked_for(
+    tmp_path: Path, text: str | None, words: list[str], expected: str | None
+) -> None:
+    table = tmp_path / "own.csv"
+    if text is not None:
+        table.write_text(text)
+    arguments = ("configs/cls_linear_probe.yaml", [f"task.labels_path={table}", *words])
+    if expected is None:
+        check_table(*arguments)
+        return
+    with pytest.raises(UserError, match=expected):
+        check_table(*arguments)
+
+
+def test_a_table_is_refused_before_torch_is_imported() -> None:
+    code = "import sys, finetuning.cohort.labels; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 # ---- tables and units -------------------------------------------------------------------------------------

@@ -179,6 +179,8 @@ def test_a_control_needs_what_it_controls() -> None:
         ("train.max_steps=2:40", ["train.max_steps", "decimal", "found 2:40"]),
         ("optim.base_lr=-1:30.5", ["optim.base_lr", "decimal", "found -1:30.5"]),
         ("seed=0x1F", ["seed", "decimal", "found 0x1F"]),
+        ("train.use_bf16=maybe", ["train.use_bf16", "expected true, false or auto, found maybe"]),
+        ("train.use_bf16=null", ["train.use_bf16", "expected true, false or auto, found None"]),
         ("train.use_bf16=010", ["train.use_bf16", "decimal", "found 010"]),
         ("spatial.image_size=[016,96,64]", ["spatial.image_size[0]", "decimal", "found 016"]),
         ("method.mask_blocks=[{scale: 0:1}]", ["method.mask_blocks[0].scale", "decimal", "found 0:1"]),

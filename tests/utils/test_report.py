@@ -6,6 +6,7 @@ import base64
 import html
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.support.report_factory import GRID, PATCH, evaluation_json, own_part,
 from utils.errors import UserError
 from utils.report.cli import main, summary
 from utils.report.health import health
+from utils.report.overview import bars_of
 from utils.report.page import POLICY
 from utils.report.pictures import (
     Snapshot,
@@ -74,8 +76,9 @@ def test_results_without_probe(run_dir: Path, capsys: pytest.CaptureFixture[str]
         "seconds": {"prepare": 12.2, "train": 100.5},
     }
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-1].split() == ["report", str(run_dir / "report.html")]
-    assert "48 kept, 3 rejected (truncated_pixel_data 2, missing_file 1)" in printed[0]
+    first = [["picture", str(run_dir / "picture.png")], ["report", str(run_dir / "report.html")]]
+    assert [line.split() for line in printed[:2]] == first
+    assert "48 kept, 3 rejected (truncated_pixel_data 2, missing_file 1)" in printed[3]
     assert len(printed) <= 8
     page = (run_dir / "report.html").read_text()
     assert "Not evaluated" in page
@@ -97,14 +100,13 @@ def test_results_with_probe_whichever_side_wins(
 ) -> None:
     (run_dir / "evaluation.json").write_text(json.dumps(evaluation_json(*interval)))
     run = read_run(run_dir)
-    out = results(run)
-    probe = out["probe"]
+    probe = results(run)["probe"]
     assert set(probe) == {"pretrained", "random_init", "paired_difference", "n_participants", "verdict"}
     assert set(probe["pretrained"]) == set(probe["random_init"]) == {"balanced_accuracy", "ci95"}
     assert probe["random_init"]["balanced_accuracy"] == 0.5
     assert probe["paired_difference"]["ci95"] == list(interval)
     assert probe["verdict"].startswith(words)
-    assert dict(summary(out))["verdict"].startswith(words)
+    assert dict(summary(run))["verdict"].startswith(words)
 
 
 def truth_json(low: float, high: float) -> dict:
@@ -158,15 +160,14 @@ def test_the_truth_comes_before_the_classes_whichever_side_wins(
     main([str(run_dir)])
     lines = capsys.readouterr().out.splitlines()
     names = [line[:13].strip() for line in lines]
-    at = names.index("occupancy")
-    assert names[at : at + 5] == ["occupancy", "", "thickness", "", "probe"]
-    mean, ends = f"{sum(interval) / 2:+.3f}", f"{interval[0]:+.3f}, {interval[1]:+.3f}"
-    assert (
-        f"R2 0.600, above random init by {mean} [{ends}], control by {mean} [{ends}], "
-        f"27 patches by {mean} [{ends}]; 5432 tok" in lines[at]
-    )
-    assert f"Layer occupancy of a token: {words}" in lines[at + 1]
-    assert f"Layer thickness of a volume: {words}" in lines[at + 3]
+    at = names.index("layers")
+    assert names[at : at + 3] == ["layers", "thickness", "classes"]
+    gained = "gained by training" if interval[0] > 0 else "no gain shown"
+    for line in lines[at : at + 2]:
+        assert line[14:] == f"R2 0.600; best of the others 0.600, features of random_init: {gained}"
+    assert names[0] == "picture"
+    assert len(lines) <= 12
+    assert max(map(len, lines)) <= 2 * 110, "two lines of a terminal"
     page = (run_dir / "report.html").read_text()
     assert page.index(words) < page.index("Pre-training beats random") < page.index("In numbers")
     assert page.index("layer occupancy of 5432 tokens") < page.index("raw-voxel PCA")
@@ -186,8 +187,33 @@ def test_a_truth_of_one_readout_is_still_reported(run_dir: Path, capsys: pytest.
             del row["hidden"]
     (run_dir / "truth.json").write_text(json.dumps(old))
     main([str(run_dir)])
-    assert "R2 0.600, above random init by +0.060" in capsys.readouterr().out
+    assert "R2 0.600; best of the others 0.600, features of random_init" in capsys.readouterr().out
     assert "hidden layer: R2" not in (run_dir / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("has_eye", "has_bars"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_the_first_screen_shows_an_eye_and_bars(run_dir: Path, has_eye: bool, has_bars: bool) -> None:
+    """Both parts in one picture, and before the curves in the page, where the run has them."""
+    if not has_eye:
+        shutil.rmtree(run_dir / "snapshots")
+    if has_bars:
+        (run_dir / "truth.json").write_text(json.dumps(truth_json(0.02, 0.1)))
+    main([str(run_dir)])
+    page = (run_dir / "report.html").read_text()
+    shown = [page.index(match) for match in re.findall(r'<img src="data:image/png;base64,[^"]{20}', page)]
+    assert len(shown) == has_eye + has_bars
+    assert all(page.index('id="verdict"') < at < page.index('id="training"') for at in shown)
+    assert (run_dir / "picture.png").exists() == (has_eye or has_bars)
+
+
+def test_the_bars_are_those_of_the_evaluation_where_there_is_no_truth(run_dir: Path) -> None:
+    (run_dir / "evaluation.json").write_text(json.dumps(evaluation_json(0.02, 0.1)))
+    bars = bars_of(read_run(run_dir))
+    assert bars is not None
+    assert (bars.title, bars.score) == ("study_group", "balanced accuracy")
+    assert [row[0] for row in bars.rows] == ["pre-trained encoder", "random initialisation", "raw-voxel PCA"]
 
 
 def test_page_is_one_self_contained_file(run_dir: Path) -> None:
@@ -201,8 +227,8 @@ def test_page_is_one_self_contained_file(run_dir: Path) -> None:
     assert "raw-voxel PCA" in page
     links = Links()
     links.feed(page)
-    assert all(link.startswith("#") for link in links.addresses)
-    assert not {"link", "iframe", "img", "object", "base"} & set(links.tags)
+    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links.addresses)
+    assert not {"link", "iframe", "object", "base"} & set(links.tags)
     policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert [html.unescape(text) for text in policy] == [POLICY]
     assert POLICY.startswith("default-src 'none';")
@@ -237,7 +263,7 @@ def test_the_files_of_an_evaluation_are_linked(run_dir: Path, capsys: pytest.Cap
     page = (run_dir / "report.html").read_text()
     links = Links()
     links.feed(page)
-    local = [link for link in links.addresses if not link.startswith("#")]
+    local = [link for link in links.addresses if not link.startswith(("#", "data:image/png;base64,"))]
     assert local == ["evaluation.md", 'figures/a "b".png', "figures/confusion.png", "figures/roc.png"]
     assert all((run_dir / link).is_file() for link in local)
     for text in ("The head beats a constant.", "Few.", "study_group: 2 classes"):
@@ -314,7 +340,7 @@ def test_alarms_stand_in_the_table_the_page_and_results(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([str(run_dir)])
-    assert re.search(r"^alarms +none$", capsys.readouterr().out, re.MULTILINE)
+    assert "alarm " not in capsys.readouterr().out
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 210, "alarm": "collapse", "text": "features collapse: <b>"}\n')
     main([str(run_dir)])

@@ -14,6 +14,7 @@ import torch
 
 from data_setup.loader import LostWorkerError
 from utils.runtime import single
+from utils.runtime.open import has_bf16, open_runtime
 from utils.runtime.single import Runtime, StopRequested
 
 FAULTS = """
@@ -26,6 +27,22 @@ for step in range(20):
     torch.ones(8 * 2**20)
 print(faults() - start)
 """
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [("fpu avx512f avx512_bf16", True), ("fpu amx_bf16 amx_tile", True), ("fpu avx2", False), (None, False)],
+)
+def test_bfloat16_where_the_processor_has_it(flags: str | None, expected: bool, tmp_path: Path) -> None:
+    cpu = tmp_path / "cpuinfo"
+    if flags is not None:
+        cpu.write_text(f"processor : 0\nflags\t\t: {flags}\n")
+    assert has_bf16(torch.device("cpu"), cpu) is expected
+
+
+def test_auto_is_decided_by_the_device() -> None:
+    runtime = open_runtime("auto")
+    assert runtime.use_bf16 is has_bf16(runtime.device)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator of glibc is what is tuned")

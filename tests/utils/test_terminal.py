@@ -245,10 +245,13 @@ def test_progress_on_a_terminal_counts_and_ends_clean(open_screen: Callable[[], 
 def test_progress_elsewhere_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = iter([0.0, 1.0, 10.0, 35.0, 36.0])
+    """After 2 s, then twice as long each, up to every half minute."""
+    times = [1.0, 2.0, 5.0, 6.0, 14.0, 30.0, 59.0, 60.0, 89.0, 90.0]
+    now = iter([0.0, *times])
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
-    assert list(track("abcd", 4, "prepare", "volumes")) == ["a", "b", "c", "d"]
-    assert capsys.readouterr().err == "prepare: 3 of 4 volumes, 12 s left\n"
+    assert [*track(times, 10, "prepare", "volumes")] == times
+    counts = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert counts == ["2", "4", "5", "6", "8", "10"]
 
 
 def test_work_that_stops_early_stops_counting(open_screen: Callable[[], Screen]) -> None:

@@ -34,7 +34,9 @@ class Key:
 def type_text(hint: Any, bound: Bound | None) -> str:
     """A type in words: 'one of a, b', '3 x float, a number above 0', 'int or null'."""
     if get_origin(hint) in (UnionType, Union):
-        (inner,) = (part for part in get_args(hint) if part is not NoneType)
+        inner, *words_too = (part for part in get_args(hint) if part is not NoneType)
+        if words_too:
+            return f"`true`, `false` or `{get_args(words_too[0])[0]}`"
         words = type_text(inner, bound)
         return f"{words}; or null" if "," in words else f"{words} or null"
     choices = get_args(hint)

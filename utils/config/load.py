@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -204,9 +204,11 @@ def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
     def refuse(expected: str) -> NoReturn:
         raise ConfigError(f"{where}: {key or 'top level'}: expected {expected}, found {value}")
 
-    if get_origin(hint) is UnionType:
-        hint = next(h for h in get_args(hint) if h is not NoneType)
-        if value is None:
+    if get_origin(hint) in (Union, UnionType):
+        hint, *words = (h for h in get_args(hint) if h is not NoneType)
+        if words and not isinstance(value, bool) and value not in get_args(words[0]):
+            refuse(f"true, false or {get_args(words[0])[0]}")
+        if value is None or words:
             return
     choices = get_args(hint)
     if is_dataclass(hint):

@@ -226,7 +226,11 @@ class TrainConfig:
     max_steps: int | None = key(
         None, "length of the run in updates; wins over epochs when both are given", UPDATES, may_change=True
     )
-    use_bf16: bool = key(MISSING, "true: bfloat16 where it is safe, weights stay float32; false: float32")
+    use_bf16: bool | Literal["auto"] = key(
+        MISSING,
+        "true: bfloat16 where it is safe, weights stay float32; false: float32; auto: true where the device "
+        "has instructions for it",
+    )
     activation_checkpointing: bool = key(
         False,
         "true: only the blocks' inputs are kept for the backward pass, the rest is computed again; same "

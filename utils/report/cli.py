@@ -4,9 +4,9 @@
     python -m utils.report runs/smoke_test runs/smoke_control
 
 In: files of the run directories only (utils.report.run_files says which). Out: `results.json` for machines,
-and one self-contained page for people (utils.report.page): report.html of one run, comparison.html of
-several, in the folder of the first. The verdict is the sentence that finetuning.evaluate derived from the
-paired interval; where there is none, the page says so.
+`picture.png` (utils.report.overview), and one self-contained page for people (utils.report.page):
+report.html of one run, comparison.html of several, in the folder of the first. The verdict is the sentence
+that finetuning.evaluate derived from the paired interval; where there is none, the page says so.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from utils import storage
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.report.health import health
+from utils.report.overview import overview
 from utils.report.page import index_page, render
+from utils.report.pictures import png
 from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
 from utils.report.tables import DIGITS, file_digest
-from utils.tables import bracketed, number
+from utils.tables import number
 from utils.terminal import say
 
+PICTURE = "picture.png"
 REASONS_SHOWN = 3  # on the terminal; the page and results.json have all
+QUESTIONS = {"occupancy": "layers", "thickness": "thickness"}  # of truth.json, on the terminal
 
 
-def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(row, text) pairs: the short table for a terminal."""
+def summary(run: Run) -> list[tuple[str, str]]:
+    """(row, text) pairs: the short table for a terminal, whose figures are in the report."""
+    out = results(run)
     data, pre, probe = out["data"], out["pretraining"], out["probe"]
     reasons = sorted(data["rejected"].items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{reason} {n}" for reason, n in reasons[:REASONS_SHOWN]]
@@ -37,25 +42,23 @@ def summary(out: Mapping[str, Any]) -> list[tuple[str, str]]:
         shown.append(f"{len(reasons) - REASONS_SHOWN} more reasons")
     rejected = f"{sum(data['rejected'].values())} rejected" + (f" ({', '.join(shown)})" if shown else "")
     lines = [
+        ("health", health(run.series, run.alarms, run.not_finite).text),
+        *(("alarm", f"step {alarm['step']}: {alarm['text']}") for alarm in pre["alarms"]),
         ("data", f"{data['kept']} kept, {rejected}"),
         (
             "pre-training",
             f"loss {number(pre['loss_first'], DIGITS)} -> {number(pre['loss_last'], DIGITS)}, "
-            f"skill_position {number(pre['skill_position_last'], DIGITS)}, "
             f"RankMe {_change(pre['rankme_first'], pre['rankme_last'])}, "
-            f"{number(pre['volumes_per_s'], DIGITS)} volumes/s"
-            + ("" if pre["mfu"] is None else f", MFU {number(pre['mfu'], DIGITS)}"),
+            f"{number(pre['volumes_per_s'], DIGITS)} volumes/s",
         ),
     ]
-    alarms = [f"step {alarm['step']}: {alarm['text']}" for alarm in pre["alarms"]]
-    lines.append(("alarms", "; ".join(alarms) if alarms else "none"))
-    if out["truth"]:
-        lines += _truth_lines(out["truth"])
+    if run.truth:
+        lines += [(QUESTIONS[q["name"]], _truth_line(q, run.truth["labels"])) for q in run.truth["questions"]]
     if probe:
-        arms = [(arm, probe[arm]["balanced_accuracy"], probe[arm]["ci95"]) for arm in ARMS]
-        texts = [f"{arm.replace('_', ' ')} {bracketed(value, ends)}" for arm, value, ends in arms]
-        lines.append(("probe", f"{', '.join(texts)}; {probe['n_participants']} participants"))
-    lines.append(("verdict", (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]))
+        texts = [f"{arm.replace('_', ' ')} {number(probe[arm]['balanced_accuracy'])}" for arm in ARMS]
+        lines.append(("classes", f"balanced accuracy: {', '.join(texts)}; {probe['n_participants']} people"))
+    verdict = (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]
+    lines.append(("verdict", verdict.partition(" (")[0]))  # the report has the interval
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines
@@ -66,25 +69,14 @@ def _change(first: float | None, last: float | None) -> str:
     return number(last, DIGITS) if first is None else f"{number(first, DIGITS)} -> {number(last, DIGITS)}"
 
 
-def _truth_lines(truth: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Two rows a question: pre-training's R2 with what it is above the others by, and the verdict."""
-    units = {
-        "occupancy": f"{truth['n_tokens']} tokens of {truth['n_participants']} participants",
-        "thickness": f"{truth['n_volumes']} volumes",
-    }
-    lines = []
-    for question in truth["questions"]:
-        name, r2 = question["name"], question["rows"][0]["r2"]
-        # files of before yardsticks compare with all of their rows
-        named = question["compared"]["linear"] if "compared" in question else [*question["differences"]]
-        apart = [
-            f"{arm.replace('_', ' ')} by {bracketed(d['mean'], d['ci95'], '+.3f')}"
-            for arm in named
-            if (d := question["differences"][arm])
-        ]
-        lines.append((name, f"R2 {r2:.3f}, above {', '.join(apart)}; {units[name]}"))
-        lines.append(("", question["verdict"]))
-    return lines
+def _truth_line(question: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """One question: what the encoder scores, the best of the rows that its verdict is about, the verdict."""
+    first, *rest = question["rows"]
+    # files of before yardsticks compare with all of their rows
+    named = question["compared"]["linear"] if "compared" in question else [*question["differences"]]
+    best = max((row for row in rest if row["name"] in named), key=lambda row: float(row["r2"]))
+    gain = "no gain shown" if "no gain shown" in question["verdict"] else "gained by training"
+    return f"R2 {first['r2']:.3f}; best of the others {best['r2']:.3f}, {labels[best['name']]}: {gain}"
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -99,7 +91,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write report.html and results.json of a run; print a short table that ends with the report's path.
+    """Write report.html, picture.png and results.json of a run; print their paths and a short table.
 
     Of several runs: results.json of each, and one page of all in comparison.html of the first.
     """
@@ -120,12 +112,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     storage.write_text(str(report), render(runs))
     if len(runs) == 1:
         storage.write_text(str(runs[0].path / "index.html"), index_page(runs[0]))
+        if picture := overview(run):
+            storage.write_bytes(str(run.path / PICTURE), png(picture))
+            say(f"{'picture':<13} {run.path / PICTURE}")
+    say(f"{'report':<13} {report}")
     for run in runs:
         head = [("run", str(run.path))] if len(runs) > 1 else []
-        state = health(run.series, run.alarms, run.not_finite)
-        for name, text in [*head, *summary(results(run)), ("health", state.text)]:
+        for name, text in [*head, *summary(run)]:
             say(f"{name:<13} {text}")
-    say(f"{'report':<13} {report}")
 
 
 def _paths_of(runs: Sequence[Run], digest: str) -> list[str]:

@@ -24,6 +24,7 @@ from plotly.offline import get_plotlyjs
 from utils.report import pictures
 from utils.report.charts import charts_of
 from utils.report.health import Health, health
+from utils.report.overview import figures_of
 from utils.report.run_files import NO_EVALUATION, Run, findings, step_shares
 from utils.report.tables import (
     cell,
@@ -45,6 +46,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-s
 
 FILES = (  # from the run's folder, and what they are
     ("report.html", "The report: verdict, curves, scans, evaluation, data, configuration"),
+    ("picture.png", "One eye as the encoder sees it, and the encoder beside other rows"),
     ("comparison.html", "This run beside others"),
     ("results.json", "The numbers of the report, for programs"),
     ("evaluation.md", "The evaluation: every metric, by class and subgroup"),
@@ -66,6 +68,7 @@ class Part:
     name: str
     number: int
     health: Health
+    pictures: Sequence[str]  # of utils.report.overview
     findings: Sequence[str]
     verdict: str  # of the evaluation
     truth: Sequence[Table]  # of a phantom
@@ -122,6 +125,7 @@ def part_of(run: Run, name: str, number: int) -> Part:
         name=name,
         number=number,
         health=health(run.series, run.alarms, run.not_finite),
+        pictures=[pictures.png_data(figure, 100) for figure in figures_of(run)],
         findings=findings(run),
         verdict=_verdict(run),
         truth=truth_tables(run.truth) if run.truth else [],

@@ -131,9 +131,14 @@ def feature_pca(snapshot: Snapshot) -> Figure:
 
 def png_data(figure: Figure, dpi: int = 110) -> str:
     """The figure as a `data:image/png;base64,...` address, to stand inside a page."""
+    return "data:image/png;base64," + base64.b64encode(png(figure, dpi)).decode("ascii")
+
+
+def png(figure: Figure, dpi: int = 110) -> bytes:
+    """The figure as the bytes of a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+    return buffer.getvalue()
 
 
 def _spread(size: int, count: int) -> list[int]:

@@ -11,6 +11,8 @@ import os
 import platform
 import sys
 from glob import glob
+from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,17 +23,20 @@ from utils.runtime.single import Runtime
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 # Beyond what the loader of another process may take: the first process alone waits for a bucket, fits probes.
 PEER_PATIENCE_S = 600.0
+BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # of x86 and of ARM
 TPU_DEVICES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")  # the same in utils/tpu_worker.sh
 
 
-def open_runtime(use_bf16: bool, data_timeout_s: float | None = None) -> Runtime:
+def open_runtime(use_bf16: bool | Literal["auto"], data_timeout_s: float | None = None) -> Runtime:
     """The best device of this machine, or this process's own. With `data_timeout_s`, how long a process may
     wait for its data, together with the other processes of the run. PyTorch/XLA exactly where PJRT_DEVICE is
-    set.
+    set. "auto": bfloat16 where the device has instructions for it.
     """
     if data_timeout_s is not None and "PJRT_DEVICE" in os.environ:
-        return _open_xla(use_bf16, data_timeout_s + PEER_PATIENCE_S)
+        return _open_xla(bool(use_bf16), data_timeout_s + PEER_PATIENCE_S)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if use_bf16 == "auto":
+        use_bf16 = has_bf16(device)
     if device.type == "cpu":
         keep_freed_memory()
     if data_timeout_s is None:
@@ -40,6 +45,14 @@ def open_runtime(use_bf16: bool, data_timeout_s: float | None = None) -> Runtime
         device = torch.device("cuda", _local_gpu())
         torch.cuda.set_device(device)
     return Runtime(device, use_bf16, join(device, data_timeout_s + PEER_PATIENCE_S))
+
+
+def has_bf16(device: torch.device, cpu: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether a device multiplies in bfloat16; False for a CPU of which the system says nothing."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    flags = set(cpu.read_text().split()) if cpu.exists() else set()
+    return not flags.isdisjoint(BF16_FLAGS)
 
 
 def refuse_idle_tpu() -> None:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
-from skimage.metrics import structural_similarity
+from monai.metrics.regression import compute_ssim_and_cs
 from torch import nn
 
 from finetuning.cohort.cohort import EVALUATED
@@ -49,15 +50,17 @@ def l1(predicted_DW: np.ndarray, truth_DW: np.ndarray) -> float:
 
 
 def ssim(predicted_DW: np.ndarray, truth_DW: np.ndarray, field: tuple[slice, ...]) -> float:
-    """Structural similarity (Wang et al. 2004) as scikit-image computes it, in the field; NaN where it is not
-    wholly known, or less than 3 pixels wide.
+    """Structural similarity (Wang et al. 2004) as MONAI computes it, by flat windows, in the field; NaN where
+    it is not wholly known, or less than 3 pixels wide.
     """
     truth, predicted = truth_DW[field], predicted_DW[field]
     window = min(WINDOW, *(side - 1 + side % 2 for side in truth.shape))
     if window < 3 or np.isnan(truth).any():
         return float("nan")
-    value = structural_similarity(truth, predicted, data_range=1.0, win_size=window)
-    return float(value)
+    first, second = (torch.from_numpy(np.array(part, np.float32))[None, None] for part in (predicted, truth))
+    sides, sigmas = (window, window), (1.0, 1.0)  # the latter of a Gaussian window
+    value, _ = compute_ssim_and_cs(first, second, 2, sides, sigmas, kernel_type="uniform")
+    return float(value.mean())
 
 
 def validation_l1(volumes: FlowVolumes, predicted: Predictions) -> dict[str, float]:

@@ -6,11 +6,17 @@ from collections.abc import Callable
 
 import pytest
 from pydicom.dataset import FileDataset
-from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEG2000Lossless, RLELossless
+from pydicom.uid import (
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
+    JPEG2000Lossless,
+    JPEGLSLossless,
+    RLELossless,
+)
 
 from data_setup.readers.dicom import OCTHeader, OCTReadError, RejectReason, open_volume
 
-SYNTAXES = [ExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless, JPEG2000Lossless]
+SYNTAXES = [ExplicitVRLittleEndian, ImplicitVRLittleEndian, RLELossless, JPEG2000Lossless, JPEGLSLossless]
 
 
 def read_header(url: str) -> OCTHeader:

@@ -46,8 +46,8 @@ class Convolutions(nn.Sequential):
 
 class UnetrDecoder(nn.Module):
     """A U-Net within B-scans, one level of which reads the tokens too. In evaluation it is the mean of a
-    plane and its mirror. For surfaces it has classes of the layers beside them in training, which help it to
-    learn, and then its columns are those that are read.
+    plane and its mirror, and of a surface the median. For surfaces it has classes of the layers beside them
+    in training, which help it to learn, and then its columns are those that are read.
     """
 
     def __init__(self, cfg: Config, width: int, num_outputs: int) -> None:
@@ -56,6 +56,7 @@ class UnetrDecoder(nn.Module):
         spatial, is_layers = cfg.spatial, cfg.task.kind == "layers"
         patch, (_, row_mm, column_mm) = spatial.patch_size, spatial.target_spacing
         self.planes, self.num_outputs, self.keeps_columns = patch[0], num_outputs, is_layers
+        self.is_relative = cfg.task.kind != "translation"  # brightness counts within a B-scan alone
         self.stride = 2 if row_mm < FINE_ROW_MM else 1, math.gcd(_power(COLUMN_MM / column_mm), patch[2])
         widths = [cfg.head.hidden * factor for factor in WIDTHS]
         apart = [
@@ -77,12 +78,15 @@ class UnetrDecoder(nn.Module):
         if self.training:
             return self.outputs(tokens_BhwE, voxels_BdHW)
         mirrored = self.outputs(tokens_BhwE.flip(2), voxels_BdHW.flip(3)).flip(4)
-        return ((self.outputs(tokens_BhwE, voxels_BdHW) + mirrored) / 2)[:, : self.num_outputs]
+        both = ((self.outputs(tokens_BhwE, voxels_BdHW) + mirrored) / 2)[:, : self.num_outputs]
+        return at_median(both) if self.keeps_columns else both
 
     def outputs(self, tokens_BhwE: Tensor, voxels_BdHW: Tensor) -> Tensor:
         """All outputs, those beside among them, of planes that are not mirrored."""
         height, width = voxels_BdHW.shape[2:]
         voxels = rearrange(voxels_BdHW, "b d h w -> (b d) 1 h w")
+        if self.is_relative:  # a volume has bright and dark B-scans
+            voxels = F.layer_norm(voxels, (height, width))
         rows = torch.linspace(-1, 1, height, dtype=voxels.dtype, device=voxels.device)
         x = torch.cat([voxels, rows[:, None].expand_as(voxels)], dim=1)
         x = self.stem(x.contiguous(memory_format=torch.channels_last))
@@ -110,6 +114,20 @@ class UnetrDecoder(nn.Module):
         if self.training:
             x = x * (torch.rand(len(x), 1, 1, 1, device=x.device) < TOKENS_READ)
         return F.interpolate(x, (height, width), mode="bilinear", align_corners=False)
+
+
+def at_median(logits_BSdHW: Tensor) -> Tensor:
+    """Logits whose weight lies on the two rows about the median of each surface, in such shares that their
+    mean is the median: the place of the least expected distance, where the mean lies between two candidates.
+    """
+    below = logits_BSdHW.float().softmax(3).cumsum(3)
+    size = below.shape[3]
+    row = (below < 0.5).sum(3, keepdim=True).clamp(max=size - 1)
+    before = torch.where(row > 0, below.gather(3, (row - 1).clamp(min=0)), 0.0)
+    share = (0.5 - before) / (below.gather(3, row) - before).clamp(min=1e-6)
+    median = (row + share.clamp(0, 1) - 0.5).clamp(0, size - 1)
+    places = torch.arange(size, device=below.device)[:, None]
+    return (1 - (places - median).abs()).clamp(min=1e-6).log()
 
 
 def _power(ratio: float) -> int:

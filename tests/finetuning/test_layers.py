@@ -35,7 +35,7 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
 from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds, training
-from finetuning.dense.decoder import UnetrDecoder
+from finetuning.dense.decoder import UnetrDecoder, at_median
 from finetuning.dense.evaluation import answer, evaluate, markdown
 from finetuning.dense.examined import NOT_ASKED, Examined
 from finetuning.dense.head import ALONE, PRETRAINED, RANDOM, encoder_of
@@ -671,16 +671,17 @@ def test_a_unetr_decoder_reads_tokens_and_the_whole_height(width: int) -> None:
     assert logits.shape == (2, 6, 2, 64, 32)
     surface_loss(logits, torch.linspace(5, 50, 3).reshape(3, 1, 1).expand(2, 3, 2, 64)).backward()
     assert all(p.grad is not None for p in decoder.parameters())
-    before = decoder.eval()(tokens, voxels)
-    assert before.shape == (2, 3, 2, 64, 64)
+    assert decoder.eval()(tokens, voxels).shape == (2, 3, 2, 64, 64)
+    decoder.is_relative = False  # or all voxels of a B-scan change
+    before = decoder.outputs(tokens, voxels)
     changed = voxels.clone()
     changed[0, 1, 60] += 5
-    differs = (decoder(tokens, changed) != before).nonzero()
+    differs = (decoder.outputs(tokens, changed) != before).nonzero()
     assert {tuple(pair) for pair in differs[:, [0, 2]].tolist()} == {(0, 1)}
     assert differs[:, 3].min() == 0  # 60 rows above
-    assert torch.equal(decoder(tokens + torch.arange(float(width)), voxels), before) is (width == 0)
+    assert torch.equal(decoder.outputs(tokens + torch.arange(float(width)), voxels), before) is (width == 0)
     mirrored = decoder(tokens.flip(2), voxels.flip(3)).flip(4)
-    torch.testing.assert_close(mirrored, before)
+    torch.testing.assert_close(mirrored, decoder(tokens, voxels))
 
 
 def test_layers_between_surfaces_are_classes_too() -> None:
@@ -704,7 +705,14 @@ def test_truth_and_tokens_move_with_the_voxels() -> None:
     assert torch.equal(Moves.draw((0, 3), count, 1.0, torch.device("cpu")).theta_B23, moves.theta_B23)
     assert not torch.equal(Moves.draw((0, 4), count, 1.0, torch.device("cpu")).theta_B23, moves.theta_B23)
     assert len({row.sign().item() for row in moves.theta_B23[:, 0, 0]}) == 2
-    plain = replace(moves, gain_B3=torch.tensor([[1.0, 0, 0]]).expand(count, 3), is_blurred=False)
+    assert moves.bend_BK.std() > 0
+    dim = replace(moves, gain_B3=torch.tensor([[1.0, 0, 0]]).expand(count, 3), is_blurred=False)
+    plain = replace(dim, box_B6=0 * moves.box_B6, band_B4=0 * moves.band_B4)
+    flat = 1 + torch.rand(count, 2, size, width)
+    assert (dim.voxels(flat) < plain.voxels(flat)).any() == (
+        moves.box_B6[:, 5] + moves.band_B4[:, 3] > 0
+    ).any()
+    assert (dim.voxels(flat) <= plain.voxels(flat) + 1e-6).all()
     columns = torch.arange(width)
     truth = (30 + 5 * torch.sin(columns / 7)).expand(count, 1, 2, width).clone()
     rows = torch.arange(size).float()[:, None]
@@ -739,6 +747,9 @@ def test_heights_are_ordered_and_where_the_probability_is() -> None:
     half = torch.full((1, 1, 1, 12, 1), -30.0)
     half[0, 0, 0, 3:5] = 30.0
     assert heights_of(half).item() == pytest.approx(3.5)
+    two = torch.tensor([0.0, 0.3, 0, 0, 0, 0, 0.7, 0]).log().reshape(1, 1, 1, 8, 1)
+    assert heights_of(two).item() == pytest.approx(4.5)
+    assert heights_of(at_median(two)).item() == pytest.approx(6 + 0.2 / 0.7 - 0.5, abs=1e-3)
     random = heights_of(torch.randn(2, 5, 2, 12, 8))
     assert bool((random.diff(dim=1) >= 0).all())
 

@@ -193,7 +193,7 @@ def test_one_table_over_all_people(
     (tmp_path / "folds" / "02" / "unet.npz").unlink()
     monkeypatch.setattr(Kind, "train", trains)
     monkeypatch.setattr(
-        module, "plain_unet", lambda *_: (UNET, lambda row: np.zeros((len(content["names"]), 8, 32)))
+        module, "plain_unet", lambda *_: (UNET, lambda row: np.zeros((len(content["names"]), 8, 32)), None)
     )
     again = evaluate(world, "layers", tmp_path, "eval.folds=2", "eval.allow_overlap=true")
     changed = [p for p in people if again["by_person"][p] != content["by_person"][p]]

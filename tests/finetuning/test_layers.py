@@ -242,7 +242,7 @@ def load_states(run: Path) -> list[Any]:
     arms = load_checkpoint(str(last))["arms"]
     for arm in arms.values():
         for line in arm["trained"]["history"]:
-            line["seconds"] = 0.0
+            line |= {"seconds": 0.0, "processor_seconds": 0.0}
     return [arms, load_checkpoint(str(run / "checkpoints" / "head.pt"))["arms"]]
 
 

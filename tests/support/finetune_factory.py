@@ -102,7 +102,10 @@ def write_labels(path: Path, label: Callable[[str, int], str]) -> None:
 def config(root: Path, run: Path, *overrides: str) -> Config:
     """The smoke test's configuration for the store of make_world, with a grid of 2 x 3 x 4."""
     small = ["spatial.image_size=[8,24,32]"]
-    small += ["data.workers=0"]  # a worker process imports torch, which takes longer than the test
+    small += [
+        "data.workers=0",
+        "train.use_bf16=false",
+    ]  # a worker imports torch, which takes longer than the test
     place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}"]
     return load_config(CONFIG, [*small, *place, *overrides])
 

@@ -82,7 +82,7 @@ def content_of(page: Path) -> dict:
 def test_several_runs_share_a_page(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     main([str(path) for path in runs])
     page = runs[0] / "comparison.html"
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["report", str(page)]
+    assert capsys.readouterr().out.splitlines()[0].split() == ["report", str(page)]
     assert all((path / "results.json").exists() for path in runs)
     content = content_of(page)
     assert content["runs"] == ["first", "second"]

@@ -63,7 +63,8 @@ OVERRIDES = (
     *("method.predictor_depth=1", "method.predictor_width=32", "train.global_batch_size=4"),
     *("train.per_core_batch_size=4", "train.max_steps=8", "train.val_every_steps=4"),
     *("train.ckpt_every_steps=4", "train.log_every_steps=1", "train.keep_last=1"),
-    *("optim.base_lr=5e-4", "method.neighbour_weight=0", "model.rope=interleaved"),  # as the run began
+    *("optim.base_lr=5e-4", "method.neighbour_weight=0"),
+    *("model.rope=interleaved", "train.use_bf16=false"),  # as the run began
 )
 ENCODER = vit3d.Size(1, 12, 1)  # of formats.tar.xz
 CHECKPOINT = "run/checkpoints/step_00000004.pt"

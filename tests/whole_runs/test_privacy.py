@@ -36,6 +36,7 @@ from data_setup.manifest import unknown_record
 from data_setup.readers.dicom import OCTReadError, RejectReason, open_volume, read_volume
 from data_setup.readers.faults import place_of
 from data_setup.readers.open_record import open_record
+from data_setup.resample import NEAREST
 from data_setup.store.reader import PreparedStore
 from finetuning.embedding.scans import Scan
 from finetuning.embedding.volumes import ScanFile
@@ -273,7 +274,7 @@ def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
     assert line["status"] == "kept", line
     assert len(list(out.rglob("*.*"))) >= 1
     assert leaks(out) == []
-    volume = ScanFile(0, scan, cfg.spatial, cfg.data.storage_options)()
+    volume = ScanFile(0, scan, cfg.spatial, cfg.data.storage_options, NEAREST)()
     assert not NEEDLE.search(repr((line, volume.fields, files.notes)).encode())
 
 

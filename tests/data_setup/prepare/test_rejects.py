@@ -173,8 +173,9 @@ def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert out == ""
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    begun, error = err.splitlines()
+    assert begun.startswith("prepare: ")
+    assert error.startswith("error: ")
     assert "manifest.tsv: not found" in err
 
 

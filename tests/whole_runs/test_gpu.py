@@ -85,8 +85,7 @@ def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[to
 def test_a_compiled_step_has_the_losses_of_a_plain_one(recipe: str) -> None:
     runtime = open_runtime(use_bf16=True)
     plain, compiled = (
-        losses(steps(small_config(recipe, f"train.compile={value}"), runtime))
-        for value in ("false", "true")
+        losses(steps(small_config(recipe, f"train.compile={value}"), runtime)) for value in ("false", "true")
     )
     assert compiled == pytest.approx(plain, rel=0.01)
 

@@ -116,7 +116,7 @@ def with_whole_steps(cfg: Config, chips: int) -> Config:
     """The same per-core batch with the global batch that the slice takes at once, if it does not divide the
     one configured.
     """
-    at_once = cfg.train.per_core_batch_size * chips
+    at_once = cfg.train.at_once * chips
     if cfg.train.global_batch_size % at_once == 0:
         return cfg
     return replace(cfg, train=replace(cfg.train, global_batch_size=at_once))

@@ -107,7 +107,7 @@ def libtpu_of_workers() -> str:
 
 def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
     """Operations of one device and step, counted from the shapes, by what they are for."""
-    plan, samples = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * accumulation
+    plan, samples = MaskPlan.from_config(cfg), cfg.train.at_once * accumulation
     counts = (model, plan.num_context, plan.num_target)
     flops = {"model": step_flops(*counts)}
     if cfg.train.activation_checkpointing:
@@ -140,7 +140,7 @@ def _state(model: VJEPA3D, optimizer: torch.optim.Optimizer) -> list[tuple[str, 
 
 def _batch(cfg: Config, chips: int, runtime: Runtime) -> Batch:
     """One micro-batch of all devices, of the shapes and types that the loader gives; no value matters."""
-    plan, size = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * chips
+    plan, size = MaskPlan.from_config(cfg), cfg.train.at_once * chips
     context = torch.zeros(size, plan.num_context, dtype=torch.int64)
     target = torch.zeros(size, plan.num_target, dtype=torch.int64)
     number = torch.zeros(size, dtype=torch.int64)

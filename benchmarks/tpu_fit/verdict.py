@@ -28,7 +28,7 @@ def facts_of(
         "config": config,
         "change": change,
         "topology": topology,
-        "per_core_batch_size": train.per_core_batch_size,
+        "per_core_batch_size": train.at_once,
         "global_batch_size": train.global_batch_size,
         "micro_batches": traced["accumulation"],
         "activation_checkpointing": train.activation_checkpointing,

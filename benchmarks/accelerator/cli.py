@@ -57,8 +57,8 @@ GRACE_S = 30  # beyond all, in which a call that never returns to Python is ende
 Values = dict[str, Any]
 
 
-class TimeUp(Exception):
-    """The stage has had its time."""
+class TimeUp(BaseException):
+    """The stage has had its time; no Exception, which a compiler would take for one of its own."""
 
 
 class Bench:

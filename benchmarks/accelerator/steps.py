@@ -190,9 +190,9 @@ def compiled_steps(
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Step time of `plain` over the reference's where both have a batch, and how far their losses differ."""
     at = {(row["kind"], row["batch"]): row for row in rows if row["fits"]}
-    found = {}
+    shares = {}
     for (kind, batch), row in at.items():
         other = at.get((kind.replace("plain", "reference"), batch))
         if kind.startswith("plain") and other is not None:
-            found[f"{kind}, batch {batch}"] = row["step_s"] / other["step_s"]
-    return found
+            shares[f"{kind}, batch {batch}"] = row["step_s"] / other["step_s"]
+    return shares

@@ -28,7 +28,7 @@ from data_setup.phantom import cli as phantom
 from finetuning import predict
 from finetuning import train as head
 from pretraining import train as pretraining
-from utils.checkpoint import load_checkpoint
+from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.load import load_config
 from utils.errors import EXIT_STOPPED
 from utils.runtime.single import Runtime
@@ -60,7 +60,7 @@ ALL = "train.val_every_steps=1000000", "train.use_bf16=true", "wandb.mode=disabl
 BATCH = "train.global_batch_size=32", "train.per_core_batch_size=32"
 FULL = Size(120, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8)
 TINY_GRID = "spatial.image_size=[8,64,64]", "data.workers=0"
-TINY = Size(24, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (8, 96, 96), 2)
+TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2)
 
 
 def gpu_tests(limit_s: float) -> dict[str, Any]:
@@ -81,8 +81,9 @@ def gpu_tests(limit_s: float) -> dict[str, Any]:
 def make_phantom(folder: Path, size: Size) -> dict[str, Any]:
     """The tree and its prepared store; bytes of each."""
     tree, store = folder / "phantom", folder / "store"
-    if not (store / "prepare_report.json").exists():
+    if not (tree / "synthetic.json").exists():
         phantom.main(["--out", str(tree), "--participants", str(size.people), "--seed", "0"])
+    if not (store / "prepare_report.json").exists():
         require_0(prepare.main(["--config", str(SMOKE), *places(folder)]))
     return {
         f"{path.name}_bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -145,10 +146,17 @@ def last_values(run: Path) -> dict[str, float]:
     return values
 
 
+def last_checkpoint(run: Path) -> str:
+    """The newest checkpoint of a run."""
+    folder = run / "checkpoints"
+    return str(folder / f"step_{list_steps(str(folder))[-1]:08d}.pt")
+
+
 def truth(folder: Path, size: Size) -> dict[str, Any]:
     """R2 of every row of benchmarks.phantom_truth: the encoder, its controls, and what needs no encoder."""
-    words = run_config(folder, "pretrained", size)
-    phantom_truth.main([*words, "--control", str(folder / "control")])
+    last, control = (last_checkpoint(folder / name) for name in ("pretrained", "control"))
+    words = run_config(folder, "pretrained", size, f"model.checkpoint={last}")
+    phantom_truth.main([*words, "--control", control])
     result = json.loads((folder / "pretrained" / "truth.json").read_text(encoding="utf-8"))
     return {"questions": result["questions"], "n_participants": result["n_participants"]}
 
@@ -169,8 +177,7 @@ def resume(folder: Path, size: Size) -> dict[str, Any]:
                     f"expected a run that SIGTERM stops ({EXIT_STOPPED}), found exit code {code}"
                 )
         require_0(pretraining.main(run))
-        last = folder / name / "checkpoints" / f"step_{RESUME_STEPS:08d}.pt"
-        weights.append(load_checkpoint(str(last))["model"])
+        weights.append(load_checkpoint(last_checkpoint(folder / name))["model"])
     equal = [all(torch.equal(a[k], b[k]) for k in a) for a, b in (weights[:2], weights[::2])]
     return {"two_runs_are_equal": equal[0], "a_stopped_run_is_equal": equal[1]}
 
@@ -185,7 +192,7 @@ def stop_at(run: Path, step: int) -> None:
 
 def predict_a_volume(folder: Path) -> dict[str, Any]:
     """Seconds from a scan's file to its line and picture, the second time, with a head trained here."""
-    checkpoint = f"model.checkpoint={folder / 'pretrained'}"
+    checkpoint = f"model.checkpoint={last_checkpoint(folder / 'pretrained')}"
     task = folder / "head"
     require_0(head.main(["--config", str(PROBE), *places(folder), checkpoint, f"run.dir={task}", *HEAD]))
     scans = sorted((folder / "phantom").glob("retinal_oct/**/*.dcm"))[:2]

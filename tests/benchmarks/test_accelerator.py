@@ -122,7 +122,7 @@ def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # a training of each stage, and torch's compiler
 def test_the_whole_command_at_sizes_for_a_cpu(tmp_path: Path) -> None:
-    assert cli.main(["--tiny", "--minutes", "9", "--out", str(tmp_path)]) == 0
+    assert cli.main(["--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 0
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert list(stages) == list(cli.SECONDS)
     assert stages["resume"]["a_stopped_run_is_equal"]

@@ -65,6 +65,7 @@ def test_two_processes_compile(tmp_path: Path) -> None:
             assert saved[name][1].keys() == weights.keys()
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 def test_growing_and_halving_batches_stay_below_the_limit_of_programs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,11 +128,14 @@ def test_nccl_sums_gathers_and_trains_as_no_group_does(nccl: ProcessGroup) -> No
     assert together == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real shortage: this process may take 2 GiB, and 512 volumes need more."""
+@pytest.mark.parametrize("wanted", ["512", "auto"])
+def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real shortage: this process may take 2 GiB, and 512 volumes need more; `auto` comes from below."""
     runtime = open_runtime(use_bf16=False)
-    sizes = ("spatial.image_size=[16,96,96]", "train.global_batch_size=512", "train.per_core_batch_size=512")
-    cfg = small_config("vjepa2", *sizes)
+    sizes = ("spatial.image_size=[16,96,96]", "train.global_batch_size=512")
+    cfg = small_config("vjepa2", *sizes, f"train.per_core_batch_size={wanted}")
     model = nano_model(cfg).to(runtime.device).train()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     nothing: Any = None  # of the store and its rows, which open_loader would read
@@ -152,6 +155,7 @@ def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(monkeypatch: pyte
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(tried) > 1, "the first batch did not exceed the memory"
+    assert 2 * tried[-1] in tried, "a larger one was tried"
     assert settled.per_core_batch_size == tried[-1] < 512
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name

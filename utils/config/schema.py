@@ -66,7 +66,9 @@ class DataConfig:
         SHARE,
     )
     sampling: Literal["natural", "device_balanced"] = key(
-        "natural", "natural: every volume once in an epoch; device_balanced: every device equally often"
+        "natural",
+        "natural: every volume once in an epoch; device_balanced: every device equally often, but no volume "
+        "more than twice as often as on the mean",
     )
     cache_dir: str | None = key(
         None, "local read-through cache of a remote store; null: none", may_change=True, per_machine=True

@@ -1,8 +1,7 @@
-"""What this machine can do: the rate of its matrix products, and what a process needs of memory."""
+"""What this machine can do: the rate of its matrix products."""
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from statistics import median
@@ -33,12 +32,3 @@ def matmul_peak(runtime: Runtime, dtype: torch.dtype, size: int) -> float:
         runtime.synchronise()
         taken.append(time.perf_counter() - start)
     return 2 * size**3 / median(taken[2:])
-
-
-def memory(kind: str) -> int:
-    """Bytes resident: `VmRSS` now, `VmHWM` at most so far (Linux)."""
-    with open(f"/proc/{os.getpid()}/status", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith(f"{kind}:"):
-                return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status: expected {kind}, found no such line")

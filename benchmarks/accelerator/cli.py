@@ -24,7 +24,6 @@ tables. One process; a stage that fails or is out of time is a line, and the nex
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
@@ -41,7 +40,7 @@ import torch
 from benchmarks.accelerator import steps, whole
 from benchmarks.machine import describe, matmul_peak
 from utils.cli import number_from
-from utils.help_pages import Parser
+from utils.help_pages import PeopleParser
 from utils.log import setup_logging
 from utils.provenance import git_commit
 from utils.runtime.device_peak import device_peak
@@ -219,11 +218,7 @@ def _rows(numbers: Values) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
-    parser = Parser(
-        prog="python -m benchmarks.accelerator",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("benchmarks.accelerator", __doc__ or "")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="results, and what the stages make"
     )

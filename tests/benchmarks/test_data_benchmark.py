@@ -20,7 +20,7 @@ from utils import storage
 
 SHAPES = dict(zip(data_files.PROTOCOLS, ((12, 96, 64), (24, 100, 64)), strict=True))
 GRIDS = {(8, 24, 40): (0.75, 0.096, 0.15), (8, 24, 24): (0.75, 0.096, 0.25)}
-PREPARE = {"plain_s", "one_worker_s", "two_workers_s", "speedup_1", "speedup_2", "peak_over_raw"}
+PREPARE = {"plain_s", "one_worker_s", "two_workers_s", "speedup_1", "speedup_2"}
 READ = {"store_s", "dicom_s", "ratio", "fraction_of_codec_rate"}
 
 
@@ -38,7 +38,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (data_read, data_prepare):
         monkeypatch.setattr(module, "GRIDS", GRIDS)
     monkeypatch.setattr(data_prepare, "run_jobs", lambda jobs, workers: map(prepare_row, jobs))
-    monkeypatch.setattr(data_prepare, "peak_over_raw", lambda *_: {"a": 0.5, "b": 0.7})
     monkeypatch.setattr(data_read, "from_bucket", lambda *_: {})
 
 
@@ -50,7 +49,6 @@ def test_the_whole_command_writes_its_numbers(work: Path) -> None:
     prepare, read = result["prepare"], result["read"]
     assert prepare.keys() >= PREPARE
     assert prepare["speedup_2"] == pytest.approx(prepare["plain_s"] / prepare["two_workers_s"])
-    assert prepare["peak_over_raw"] == 0.7
     turns = prepare["seconds_each"]["jpeg2000"]["plain"]
     assert prepare["plain_s"] == pytest.approx(np.mean([np.median(v) for v in turns.values()]))
     assert set(turns) == set(SHAPES)
@@ -104,16 +102,3 @@ def test_a_row_costs_one_request_for_the_array(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(storage, "read_bytes", read_bytes)
     writer.write_row(row, np.ones(size, np.uint8), {"status": "kept"})
     assert [name for name in asked if name != f"c.{row}.0.0.0"] == ["zarr.json"]
-
-
-def test_scale_counts_every_request_and_leaves_nothing(tmp_path: Path) -> None:
-    work, path = tmp_path / "work", tmp_path / "numbers.json"
-    words = ["--parts", "scale", "--rows", "1200", "--work", str(work), "--json", str(path)]
-    assert data.main(words) == 0
-    numbers = json.loads(path.read_text())["scale"]["1200"]
-    assert numbers["finalise"]["requests"] == 1200 + 2 + 2, "rows, two pages of names, records, index"
-    assert numbers["finalise"]["bytes_written"] == numbers["index_bytes"]
-    assert numbers["finalise"]["bytes_read"] > numbers["records_bytes"]
-    assert numbers["open"]["requests"] == 2
-    assert numbers["bytes_per_training_row"] < 100
-    assert not list(work.iterdir())

@@ -7,7 +7,7 @@
 In: the time, and a folder. Out: DIR/results.json, written again after every number, and DIR/page.md with its
 tables. One process; a stage that fails or is out of time is a line, and the next one begins:
   phantom     the phantom of the demo and its store, where DIR does not hold them (make them beforehand by the
-              third command, and carry DIR along)
+              third command, and carry DIR along); runs that DIR holds are removed and made again
   device      what the driver tells, and the rate of matrix products
   tests       the tests marked gpu, NCCL with one GPU among them
   steps       ViT-B [64, 384, 384] of configs/pretrain_oct_vjepa2.yaml from one volume upwards until memory
@@ -104,7 +104,10 @@ class Bench:
         except TimeUp:
             values["status"] = f"out of time after {limit:.0f} s"
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a stage that fails is a line, not the end
-            values["status"] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[-1:]}"
+            (*_, line) = str(error).strip().splitlines() or [""]
+            values["status"] = f"failed: {type(error).__name__}: {line}"
+            if time.monotonic() - start >= limit:  # a compiler takes TimeUp for its own failure
+                values["status"] = f"out of time after {limit:.0f} s"
             values["traceback"] = traceback.format_exc()[-3000:]
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -156,9 +159,9 @@ def run_stages(bench: Bench, wanted: list[str]) -> None:
         steps.compiled_steps(sizes, runtime, peak(), bench.stages.get("steps", {}).get("rows", []), put)
 
     works: dict[str, Callable[[Callable[[str, Any], None]], Values | None]] = {
-        "phantom": lambda _: whole.make_phantom(out, size),
+        "phantom": lambda _: whole.phantom_and_store(out, size),
         "device": lambda _: device_facts(bench),
-        "tests": lambda _: whole.gpu_tests(SECONDS["tests"] * bench.scale),
+        "tests": lambda put: whole.gpu_tests(SECONDS["tests"] * bench.scale, put),
         "steps": lambda put: steps.eager_steps(sizes, runtime, peak(), put),
         "pretrain": lambda _: whole.pretrain(out, size),
         "truth": lambda _: whole.truth(out, size),
@@ -182,7 +185,8 @@ def page(facts: Values, stages: dict[str, Values]) -> str:
         "|---|---|---|",
     ]
     lines += [
-        f"| {name} | {values['status']} | {values.get('seconds', '')} |" for name, values in stages.items()
+        f"| {name} | {values['status']}{values.get('summary', '')} | {values.get('seconds', '')} |"
+        for name, values in stages.items()
     ]
     rows = [row for name in ("steps", "compiled") for row in stages.get(name, {}).get("rows", [])]
     if rows:

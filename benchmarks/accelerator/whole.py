@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ import torch
 
 from benchmarks import phantom_truth
 from benchmarks.data.files import dicom_files, prepared_store
+from benchmarks.evidence.cohorts import make_phantom
 from data_setup import prepare
 from data_setup.loader import PREFETCH, Loader
 from data_setup.normalisation import view
-from data_setup.phantom import cli as phantom
 from finetuning import predict
 from finetuning import train as head
 from pretraining import train as pretraining
@@ -63,26 +65,24 @@ TINY_GRID = "spatial.image_size=[8,64,64]", "data.workers=0"
 TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2)
 
 
-def gpu_tests(limit_s: float) -> dict[str, Any]:
-    """`make test-gpu`, in a process of its own: how many passed, and the last lines."""
+def gpu_tests(limit_s: float, put: Callable[[str, Any], None]) -> None:
+    """`make test-gpu`, in a process of its own: the last lines, of which one says how many passed; all are
+    skipped where there is no GPU. RuntimeError where one fails.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
     file = "tests/whole_runs/test_gpu.py"
     done = subprocess.run(
         [*command, file], cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
     )
-    lines = done.stdout.strip().splitlines()
-    return {
-        "exit_code": done.returncode,
-        "summary": lines[-1] if lines else done.stderr[-500:],
-        "tail": lines[-30:],
-    }
+    put("tail", (done.stdout or done.stderr).strip().splitlines()[-30:])
+    put("summary", "".join(f", {line}" for line in done.stdout.strip().splitlines()[-1:]))
+    require_0(done.returncode)
 
 
-def make_phantom(folder: Path, size: Size) -> dict[str, Any]:
+def phantom_and_store(folder: Path, size: Size) -> dict[str, Any]:
     """The tree and its prepared store; bytes of each."""
     tree, store = folder / "phantom", folder / "store"
-    if not (tree / "synthetic.json").exists():
-        phantom.main(["--out", str(tree), "--participants", str(size.people), "--seed", "0"])
+    make_phantom(tree, size.people, 0)
     if not (store / "prepare_report.json").exists():
         require_0(prepare.main(["--config", str(SMOKE), *places(folder)]))
     return {
@@ -123,7 +123,8 @@ def input_pipeline(folder: Path, size: Size, runtime: Runtime, needed: float | N
 
 
 def run_config(folder: Path, name: str, size: Size, *overrides: str) -> list[str]:
-    """Words of a pre-training run in FOLDER/NAME."""
+    """Words of a pre-training run in FOLDER/NAME, which begins with nothing there."""
+    shutil.rmtree(folder / name, ignore_errors=True)
     return ["--config", str(SMOKE), *places(folder), f"run.dir={folder / name}", *size.overrides, *overrides]
 
 
@@ -155,7 +156,7 @@ def last_checkpoint(run: Path) -> str:
 def truth(folder: Path, size: Size) -> dict[str, Any]:
     """R2 of every row of benchmarks.phantom_truth: the encoder, its controls, and what needs no encoder."""
     last, control = (last_checkpoint(folder / name) for name in ("pretrained", "control"))
-    words = run_config(folder, "pretrained", size, f"model.checkpoint={last}")
+    words = ["--config", str(folder / "pretrained" / "config.yaml"), f"model.checkpoint={last}"]
     phantom_truth.main([*words, "--control", control])
     result = json.loads((folder / "pretrained" / "truth.json").read_text(encoding="utf-8"))
     return {"questions": result["questions"], "n_participants": result["n_participants"]}
@@ -194,6 +195,7 @@ def predict_a_volume(folder: Path) -> dict[str, Any]:
     """Seconds from a scan's file to its line and picture, the second time, with a head trained here."""
     checkpoint = f"model.checkpoint={last_checkpoint(folder / 'pretrained')}"
     task = folder / "head"
+    shutil.rmtree(task, ignore_errors=True)
     require_0(head.main(["--config", str(PROBE), *places(folder), checkpoint, f"run.dir={task}", *HEAD]))
     scans = sorted((folder / "phantom").glob("retinal_oct/**/*.dcm"))[:2]
     taken = []

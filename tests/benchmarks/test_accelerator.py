@@ -95,24 +95,33 @@ def test_a_ratio_is_of_the_same_batch_and_the_same_compiler() -> None:
 def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cli.SECONDS, "steps", 2)
+    for name in ("steps", "compiled"):
+        monkeypatch.setitem(cli.SECONDS, name, 2)
     bench = cli.Bench(tmp_path, 9, tiny=True)
 
     def late(put: Any) -> None:
         put("rows", [])
         time.sleep(20)
 
+    def mistaken(_: Any) -> None:
+        try:
+            time.sleep(20)
+        except BaseException as error:
+            raise ValueError("a compiler's own words") from error
+
     def failing(_: Any) -> None:
         raise ValueError("expected a device, found none")
 
     began = time.monotonic()
-    for name, work in (("steps", late), ("input", failing), ("device", lambda _: {"a": 1.5})):
+    works = ("steps", late), ("compiled", mistaken), ("input", failing), ("device", lambda _: {"a": 1.5})
+    for name, work in works:
         bench.run(name, work)
     assert time.monotonic() - began < 10
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert stages["steps"]["status"] == "out of time after 2 s"
     assert stages["steps"]["rows"] == [], "what was measured before stays"
-    assert "expected a device, found none" in stages["input"]["status"]
+    assert stages["compiled"]["status"] == "out of time after 2 s"
+    assert stages["input"]["status"] == "failed: ValueError: expected a device, found none"
     assert stages["device"] == {"status": "done", "a": 1.5, "seconds": stages["device"]["seconds"]}
     text = (tmp_path / "page.md").read_text()
     assert "| steps | out of time after 2 s |" in text

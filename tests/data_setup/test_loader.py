@@ -297,9 +297,10 @@ def test_a_worker_gets_the_arrays_of_its_rows_and_not_the_index(store: PreparedS
         loader = Loader(cfg, large, large.kept, num_steps=1)
         size = len(pickle.dumps(loader.dataset, protocol=pickle.HIGHEST_PROTOCOL))
         assert size / count < 100
-    samples = pickle.loads(pickle.dumps(TrainingSamples(small_config(), store, store.kept)))
-    for key, value in samples[(0, 3)].items():
-        np.testing.assert_array_equal(value, TrainingSamples(small_config(), store, store.kept)[(0, 3)][key])
+        samples = TrainingSamples(cfg, store, store.kept)
+        there = pickle.loads(pickle.dumps(samples))
+        for key, value in there[(0, 3)].items():
+            np.testing.assert_array_equal(value, samples[(0, 3)][key])
 
 
 def test_the_fork_server_starts_early_where_there_will_be_workers(monkeypatch: pytest.MonkeyPatch) -> None:

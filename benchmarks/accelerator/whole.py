@@ -27,6 +27,7 @@ from benchmarks.evidence.cohorts import make_phantom
 from data_setup import prepare
 from data_setup.loader import PREFETCH, Loader
 from data_setup.normalisation import view
+from data_setup.store.reader import PreparedStore
 from finetuning import predict
 from finetuning import train as head
 from pretraining import train as pretraining
@@ -41,7 +42,7 @@ SMOKE, PROBE, RECOMMENDED = (
     ROOT / "configs" / f"{name}.yaml" for name in ("smoke_test", "cls_linear_probe", "pretrain_oct_vjepa2")
 )
 HEAD = "train.epochs=2", "wandb.mode=disabled"
-CONTROL_STEPS, RESUME_STEPS, STOPPED_AT = 4, 12, 4
+CONTROL_STEPS = 4
 WARM_UP, TIMED = 4, 12  # batches of the loader
 
 
@@ -55,14 +56,15 @@ class Size:
     grid: tuple[str, ...]  # of the input pipeline's store, over the recommended file
     scan: tuple[int, int, int]  # of the files behind the input pipeline's store
     volumes: int  # of that store
+    resume_steps: int  # of the runs that are compared; one is stopped after a third of them
 
 
 # validation before the first step and after the last
 ALL = "train.val_every_steps=1000000", "train.use_bf16=true", "wandb.mode=disabled"
 BATCH = "train.global_batch_size=32", "train.per_core_batch_size=32"
-FULL = Size(120, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8)
+FULL = Size(120, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
 TINY_GRID = "spatial.image_size=[8,64,64]", "data.workers=0"
-TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2)
+TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2, 6)
 
 
 def gpu_tests(limit_s: float, put: Callable[[str, Any], None]) -> None:
@@ -166,12 +168,14 @@ def resume(folder: Path, size: Size) -> dict[str, Any]:
     """Whether a run that SIGTERM stopped ends with the weights of one that nothing stopped; and whether two
     of these agree, without which the first means nothing (flash attention adds up in any order).
     """
-    words = f"train.max_steps={RESUME_STEPS}", "train.log_every_steps=1", "val.max_volumes=4"
+    words = f"train.max_steps={size.resume_steps}", "train.log_every_steps=1", "val.max_volumes=4"
     weights = []
     for name in ("whole", "again", "stopped"):
         run = run_config(folder, name, size, *words)
         if name == "stopped":
-            threading.Thread(target=stop_at, args=(folder / name, STOPPED_AT), daemon=True).start()
+            threading.Thread(
+                target=stop_at, args=(folder / name, size.resume_steps // 3), daemon=True
+            ).start()
             code = pretraining.main(run)
             if code != EXIT_STOPPED:
                 raise RuntimeError(
@@ -197,9 +201,8 @@ def predict_a_volume(folder: Path) -> dict[str, Any]:
     task = folder / "head"
     shutil.rmtree(task, ignore_errors=True)
     require_0(head.main(["--config", str(PROBE), *places(folder), checkpoint, f"run.dir={task}", *HEAD]))
-    scans = sorted((folder / "phantom").glob("retinal_oct/**/*.dcm"))[:2]
-    taken = []
-    for scan in scans:
+    store, taken = PreparedStore.open(str(folder / "store")), list[float]()
+    for scan in (folder / "phantom" / path for path in store.index.loc[store.kept[:2], "path"]):
         start = time.perf_counter()
         out = folder / "predictions" / scan.stem
         require_0(predict.main(["--checkpoint", str(task), "--dicom", str(scan), "--out", str(out)]))

@@ -1,18 +1,17 @@
 """How hard the phantom is, measured without any encoder.
 
+    python -m benchmarks.phantom_difficulty --participants 240 --seed 0
+
 In: a number of participants and a seed (a tree is written into a temporary folder), or an existing tree of
 size small. Out: a table, and JSON on request: balanced accuracy over the four study groups, 5-fold cross-
 validation by participant, for (a) the truth: layer thicknesses, lesion volumes, vessels; (b) the mean
 intensity; (c) principal components of the voxels; (d) the scan plan alone: device, protocol, eye and site,
 which must stay at chance. All four are logistic regressions over participant means with C chosen inside the
 training folds.
-
-    python -m benchmarks.phantom_difficulty --participants 240 --seed 0
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -33,7 +32,7 @@ from data_setup.readers.dicom import read_volume
 from models.probes.tokens import less_protocol_mean
 from utils.cli import number_from, run_cli
 from utils.errors import UserError
-from utils.help_pages import Parser
+from utils.help_pages import PeopleParser
 
 GRID = (16, 96, 64)  # voxels over 6.0 x 2.3 x 6.0 mm, as configs/smoke_test.yaml has it
 SPACING_MM = (0.375, 0.024, 0.09375)
@@ -141,11 +140,7 @@ def measure(root: Path, seed: int, repeats: int = 3) -> dict[str, dict[str, floa
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring. Exit code 1 when a reference is out of its limits."""
-    parser = Parser(
-        prog="python -m benchmarks.phantom_difficulty",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("benchmarks.phantom_difficulty", __doc__ or "")
     parser.add_argument("--participants", type=int, default=240)
     parser.add_argument("--seed", type=number_from(0), default=0)
     parser.add_argument("--tree", type=Path, help="an existing phantom tree of size small without faults")

@@ -1,8 +1,9 @@
 """Scaled dot-product attention, softmax(q k^T / sqrt(C)) v, without a large T x T matrix in memory.
 
-In and out: [B, heads, T, C]. PyTorch's own kernel, except on a CPU: there, in bfloat16, it computes a fifth
-of what plain matrix products of the same size do (docs/evidence/benchmarks.md), so the products are plain
-ones over blocks that stay in the cache. The backward pass computes the probabilities again, except those of
+In and out: [B, heads, T, C]. PyTorch's own kernel, except on a CPU without AMX: there, in bfloat16, it
+computes a fifth of what plain matrix products of the same size do (docs/evidence/benchmarks.md), so the
+products are plain ones over blocks that stay in the cache. With AMX the two are as fast, and blocks suffer
+from other processes. The backward pass computes the probabilities again, except those of
 short sequences, which are small enough to keep.
 
 The price in bfloat16: scores are rounded before the softmax, as in any attention written out under autocast;
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+HAS_AMX = torch.cpu._is_amx_tile_supported()
 BLOCK_BYTES = 4 * 2**20  # of probabilities at a time; the fastest of 1, 2, 4, 8 and 16 MiB
 KEPT_BYTES = 64 * 2**20  # of probabilities of one call that are kept for its backward pass
 
@@ -26,7 +28,7 @@ KEPT_BYTES = 64 * 2**20  # of probabilities of one call that are kept for its ba
 def attention(q_BHTC: Tensor, k_BHTC: Tensor, v_BHTC: Tensor) -> Tensor:
     """The kernel that suits device and precision."""
     is_self = q_BHTC.shape == k_BHTC.shape == v_BHTC.shape and q_BHTC.dtype == k_BHTC.dtype == v_BHTC.dtype
-    if q_BHTC.device.type == "cpu" and q_BHTC.dtype == torch.bfloat16 and is_self:
+    if q_BHTC.device.type == "cpu" and q_BHTC.dtype == torch.bfloat16 and is_self and not HAS_AMX:
         return blockwise_attention(q_BHTC, k_BHTC, v_BHTC)
     return F.scaled_dot_product_attention(q_BHTC, k_BHTC, v_BHTC)
 

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -76,6 +77,20 @@ def compile_blocks(model: Recomputing, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, Block):
             module.compiled = _compiled(module.attend), _compiled(module.feed)
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """The same blocks as they are written, for steps that are worth no compilation."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    kept = [block.compiled for block in blocks]
+    for block in blocks:
+        block.compiled = None
+    try:
+        yield
+    finally:
+        for block, compiled in zip(blocks, kept, strict=True):
+            block.compiled = compiled
 
 
 def _compiled(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -26,7 +26,7 @@ def rotary_tables(
     Each axis owns 2 * ((head_dim // 3) // 2) dimensions in the order D, H, W; the rest stay unrotated.
     `interleaved` gives both members of a pair one frequency; `tiled` repeats the published 2.0 checkpoints'
     layout; `interpolated` is interleaved with positions 0..n-1 of H and W spread over 0..15, as in the 2.1
-    checkpoints. Of the axes only the first `num_axes` turn anything.
+    checkpoints. Of the axes only the first `num_axes` turn anything. In the precision of autocast.
     """
     _, grid_h, grid_w = grid
     pairs = (head_dim // 3) // 2
@@ -45,7 +45,11 @@ def rotary_tables(
         angles.append(angle.repeat(1, 1, 2) if form == "tiled" else angle.repeat_interleave(2, dim=-1))
     angle_BTR = F.pad(torch.cat(angles, dim=-1), (0, head_dim - 2 * num_axes * pairs))
     sign = torch.tensor((-1.0, 1.0), device=ids_BT.device).repeat(head_dim // 2)
-    return angle_BTR.cos().unsqueeze(1), (angle_BTR.sin() * sign).unsqueeze(1)
+    cos, signed_sin = angle_BTR.cos().unsqueeze(1), (angle_BTR.sin() * sign).unsqueeze(1)
+    if torch.is_autocast_enabled(ids_BT.device.type):  # here, or each block would cast them four times
+        dtype = torch.get_autocast_dtype(ids_BT.device.type)
+        return cos.to(dtype), signed_sin.to(dtype)
+    return cos, signed_sin
 
 
 def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:

@@ -161,7 +161,9 @@ class PatchEmbed(nn.Module):
 
 def gather_tokens(x_BNE: Tensor, ids_BT: Tensor) -> Tensor:
     """The rows ids [B, T] of x [B, N, E], as [B, T, E]."""
-    return x_BNE.gather(1, ids_BT.unsqueeze(-1).expand(-1, -1, x_BNE.shape[-1]))
+    first_B1 = torch.arange(len(ids_BT), device=ids_BT.device).unsqueeze(1) * x_BNE.shape[1]
+    rows = x_BNE.flatten(0, 1).index_select(0, (ids_BT + first_B1).flatten())  # gather would copy by value
+    return rows.unflatten(0, ids_BT.shape)
 
 
 class VisionTransformer3D(nn.Module):

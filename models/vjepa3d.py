@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.kernels.squared_errors import SquaredErrors
 from models.losses import (
     NEIGHBOURS,
     TOKEN_LOSSES,
     PixelNorm,
     ids_beside,
-    per_token_l2,
     pixel_targets,
     weighted_mean,
 )
@@ -204,17 +204,14 @@ class VJEPA3D(nn.Module):
         voxels_BNV = pixel_targets(context_view, self.encoder.patch_embed.patch, "plain")
         truth_BNV = self._of_volume(voxels_BNV, self.has_other_voxels)
         # One product for all places; then a place at a time: each lacks other tokens at the grid's edge.
-        guesses = self.neighbour_head(ctx_BKE).float().chunk(len(NEIGHBOURS), dim=-1)
+        beside = [ids_beside(context_BK, self.encoder.grid, offset) for offset in NEIGHBOURS]
+        near_PBK, is_near_PBK = (torch.stack(part) for part in zip(*beside, strict=True))
+        guesses = self.neighbour_head(ctx_BKE)
+        errors_PBK = SquaredErrors.apply(guesses, truth_BNV, near_PBK, self.gather)
         own_BK = weight_BN.gather(1, context_BK)
-        means, is_there = [], []
-        for offset, guess in zip(NEIGHBOURS, guesses, strict=True):
-            near_BK, is_near_BK = ids_beside(context_BK, self.encoder.grid, offset)
-            error_BK = per_token_l2(guess, self.gather(truth_BNV, near_BK))
-            weight_BK = weight_BN.gather(1, near_BK) * own_BK * is_near_BK
-            means.append(weighted_mean(error_BK, weight_BK))
-            is_there.append((weight_BK.sum(1) > 0).float())
-        places_B = torch.stack(is_there).sum(0).clamp(min=1.0)
-        return torch.stack(means).sum(0) / places_B
+        weights_PBK = torch.stack([weight_BN.gather(1, ids) for ids in near_PBK]) * own_BK * is_near_PBK
+        means_PB = weighted_mean(errors_PBK.flatten(0, 1), weights_PBK.flatten(0, 1)).view(len(beside), -1)
+        return means_PB.sum(0) / (weights_PBK.sum(2) > 0).sum(0).clamp(min=1)
 
     def _of_volume(self, targets: Tensor, is_other: bool) -> Tensor:
         """The targets [B, ...]; of another volume of the batch where a control asks for it, in training."""

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from data_setup.loader import open_order
 from pretraining.gauges.alarms import Alarm
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.throughput import Throughput
@@ -43,7 +44,7 @@ def banner(run: Run, start: int) -> list[tuple[str, str]]:
         ("world", f"{_count(runtime.world_size, 'process')}, {_count(runtime.num_devices, 'device')}"),
         (
             "batch",
-            f"global batch {cfg.train.global_batch_size} = {cfg.train.per_core_batch_size} per device x "
+            f"global batch {cfg.train.global_batch_size} = {cfg.train.at_once} per device x "
             f"{runtime.num_devices} {sharing} x {accumulation_steps(cfg.train, runtime.num_devices)} "
             f"accumulated, on {runtime.device}",
         ),
@@ -53,10 +54,20 @@ def banner(run: Run, start: int) -> list[tuple[str, str]]:
             f"parameters, predictor {counts['predictor']:.1f} M, {model.encoder.num_tokens} tokens",
         ),
         ("store", f"{cfg.data.store}: {len(run.rows.train)} volumes to train on{synthetic}"),
+        *_passes(run),
         ("commit", git_commit() or "none: this is no git checkout, and OCT_COMMIT is not set"),
         ("run", f"{cfg.run.dir}: step {start} of {run.total_steps}"),
         ("stop", f"Ctrl-C, or kill {os.getpid()} (SIGTERM), writes a checkpoint; {goes_on}"),
     ]
+
+
+def _passes(run: Run) -> list[tuple[str, str]]:
+    """How often the whole run shows the volumes of each device, where it is not equally often."""
+    if run.cfg.data.sampling != "device_balanced":
+        return []
+    order = open_order(run.cfg, run.store, run.rows.train)
+    passes = order.passes(run.total_steps * run.cfg.train.global_batch_size).items()
+    return [("passes", ", ".join(f"{name} {number:.3g}" for name, number in passes))]
 
 
 def _count(number: int, noun: str) -> str:

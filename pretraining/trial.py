@@ -11,6 +11,7 @@ from functools import partial
 
 from data_setup.loader import Batch, Loader
 from data_setup.normalisation import view
+from models.engine_kernels import uncompiled
 from models.optimizer import keep_state
 from models.predictor import MlpPredictor
 from pretraining.gauges.monitor import check_disjoint, check_no_leak
@@ -50,7 +51,8 @@ def settle_memory(run: Run, step: int) -> Run:
         if model.recipe.hidden == "all_but_context":
             check_disjoint(cpu_batch)
         batch = runtime.to_device(cpu_batch)
-        return partial(trial_step, model, optimizer, batch, cfg, runtime)
+        work = partial(trial_step, model, optimizer, batch, cfg, runtime)
+        return work if cfg.train.compile else uncompiled(model)(work)
 
     cfg = settle_batch(run.cfg, runtime, work_of, keep_state(model, optimizer, runtime))
     model.eval()

@@ -1,54 +1,41 @@
-"""Data at speed: prepare against a plain loop, reading prepared volumes, and the whole input pipeline.
+"""Data at speed: prepare against a plain loop, and reading prepared volumes.
 
-    python -m benchmarks.data [--json FILE] [--parts prepare,read,pipeline] [--repeats 2] [--work FOLDER]
-    python -m benchmarks.data --parts scale --rows 100000,1000000
+    python -m benchmarks.data [--json FILE] [--parts prepare,read] [--repeats 2] [--work FOLDER]
 
 Part `prepare`: phantom files of full size (128 x 885 x 512 and 512 x 992 x 512; uncompressed and JPEG 2000,
 lossy 8:1), each decoded, decoded and resampled, prepared by one and by two workers, and put through the plain
 loop: pydicom `pixel_array`, MONAI `Spacing`, `ResizeWithPadOrCrop`. Seconds are those of one volume: the mean
-of the two files, each the median of its turns. Peak memory: above imports and a 1 MB volume, in one process.
+of the two files, each the median of its turns.
 Part `read`: one process reads the store of the recommended grid: page cache warm and dropped, the codec and a
 memcpy alone, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
-requirements-dev.txt). Part `pipeline`: read, geometry, masks in two workers and both views' intensity in this
-process, at 64 x 384 x 384 and 32 x 192 x 192; the share of a ViT-B step that waits for its batch.
-Part `scale`, on request: what a store of that many rows costs to finalise, to open, and to hand to a worker.
+requirements-dev.txt). The whole input pipeline is a stage of benchmarks.accelerator.
 Nothing else should run on the machine. Files and stores stay in --work for the next run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from benchmarks.data import prepare as data_prepare
 from benchmarks.data import read as data_read
-from benchmarks.data import scale as data_scale
 from benchmarks.data.files import FULL_SIZE
 from benchmarks.machine import describe
 from utils.cli import number_from, output_file
-from utils.help_pages import Parser
+from utils.help_pages import PeopleParser
 
-PARTS = ("prepare", "read", "pipeline", "scale")
-VOLUMES, STEPS = 8, 16  # rows of the stores that are read; batches of 4 that are timed
-MODEL = "b"
+PARTS = ("prepare", "read")
+VOLUMES = 8  # rows of the stores that are read
 
 
-def measure(part: str, work: Path, repeats: int, rows: list[int]) -> dict[str, Any]:
-    """The numbers of one part; `rows`: how many rows the stores of part scale have."""
-    if part == "scale":
-        return {str(number): data_scale.run(work, number) for number in rows}
+def measure(part: str, work: Path, repeats: int) -> dict[str, Any]:
+    """The numbers of one part."""
     if part == "prepare":
         return data_prepare.run(work, FULL_SIZE, repeats, volumes=2)
-    if part == "read":
-        return data_read.read(work, FULL_SIZE, repeats, VOLUMES, bucket=True)
-    result = data_read.pipeline(work, FULL_SIZE, repeats, VOLUMES, STEPS)
-    waits = list(data_read.waiting(work, FULL_SIZE, VOLUMES, 5, MODEL))
-    return result | {f"vit_{MODEL}_data_wait_fraction": mean(waits)}
+    return data_read.read(work, FULL_SIZE, repeats, VOLUMES, bucket=True)
 
 
 def lines(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -60,21 +47,11 @@ def lines(numbers: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, floa
             yield f"{prefix}{key}", value
 
 
-def row_counts(text: str) -> list[int]:
-    """For argparse: numbers with commas between."""
-    return [number_from(1)(number) for number in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> int:
     """Command line: see the module's docstring."""
-    parser = Parser(
-        prog="python -m benchmarks.data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("benchmarks.data", __doc__ or "")
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the numbers here")
-    parser.add_argument("--parts", default=",".join(PARTS[:3]), help="which parts, separated by commas")
-    parser.add_argument("--rows", type=row_counts, default=[100_000], help="of part scale")
+    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, separated by commas")
     parser.add_argument("--repeats", type=number_from(1), default=2, help="turns of every measurement")
     parser.add_argument("--work", type=Path, default=Path("runs/data_bench"), help="files and stores")
     args = parser.parse_args(argv)
@@ -85,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     print(machine, flush=True)
     results: dict[str, Any] = {"machine": machine}
     for part in wanted:
-        results[part] = measure(part, args.work, args.repeats, args.rows)
+        results[part] = measure(part, args.work, args.repeats)
         print(part)
         for key, value in lines(results[part]):
             print(f"  {key:44}{value:.4g}", flush=True)

@@ -1,15 +1,7 @@
-"""Prepare against a plain loop: seconds a volume, by workers, and memory; see benchmarks/data/cli.py.
-
-    python -m benchmarks.data.prepare FILE TINY D H W SPACING SPACING SPACING
-
-is a process that `python -m benchmarks.data --parts prepare` starts: it prints the peak memory of FILE.
-"""
+"""Prepare against a plain loop: seconds a volume, by workers; see benchmarks/data/cli.py."""
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,13 +16,11 @@ from monai.data import MetaTensor
 from monai.transforms import ResizeWithPadOrCrop, Spacing
 
 from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, make_jobs
-from benchmarks.machine import memory
-from data_setup.jobs import prepare_row, run_jobs
+from data_setup.jobs import run_jobs
 from data_setup.readers.dicom import open_volume
 from data_setup.resample import Resampled, resample_frames
 from data_setup.store.format import KEPT
 from utils.config.schema import Config
-from utils.help_pages import Parser
 from utils.storage import StorageError
 
 # AI-READI 3.0.0: rows of the OCT manifest, and the bytes of their pixels by protocol shapes.
@@ -89,36 +79,6 @@ def seconds_by_workers(path: Path, cfg: Config, workers: int, volumes: int) -> f
         return (times[-1] - times[workers - 1]) / (workers * volumes)
 
 
-def peak_memory(path: Path, cfg: Config, tiny: Path) -> int:
-    """Peak bytes of preparing `path` in this process above what it held after imports and `tiny`."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        for name, file in (("warm", tiny), ("measured", path)):
-            (job,) = make_jobs([file], Path(folder) / name, cfg)
-            before = memory("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-            outcome = prepare_row(job)
-            if outcome.status != KEPT:
-                raise StorageError(str(file), f"{outcome.status}: {outcome.message}")
-        return memory("VmHWM") - before
-
-
-def peak_over_raw(work: Path, shapes: dict[str, Shape], cfg: Config) -> dict[str, float]:
-    """syntax_protocol -> peak memory over the bytes of the raw volume, each in a new process."""
-    # 1 MB of raw voxels
-    tiny = dicom_files(work, {"maestro2_3d_macula_oct_oct": (16, 256, 256)})
-    ratios = {}
-    for syntax, by_name in dicom_files(work, shapes).items():
-        for name, path in by_name.items():
-            grid = [*map(str, cfg.spatial.image_size), *map(str, cfg.spatial.target_spacing)]
-            (warm,) = tiny[syntax].values()
-            process = subprocess.run(
-                [sys.executable, "-m", "benchmarks.data.prepare", str(path), str(warm), *grid],
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            ratios[f"{syntax}_{name}"] = int(process.stdout) / float(np.prod(shapes[name]))
-    return ratios
-
-
 def run(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int) -> dict[str, Any]:
     """The part `prepare` of the benchmark: JPEG 2000 under the plain names, the rest under longer ones."""
     size, spacing_mm = next(iter(GRIDS.items()))
@@ -143,7 +103,6 @@ def run(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int) -> dic
         for syntax, steps in taken.items()
     }
     jpeg, plain_files = typical["jpeg2000"], typical["uncompressed"]
-    peaks = peak_over_raw(work, shapes, cfg)
     raw = mean(float(np.prod(shape)) for shape in shapes.values())
     hours = AIREADI_RAW_BYTES / raw * jpeg["two_workers"] / 3600
     result: dict[str, Any] = {f"{step}_s": value for step, value in jpeg.items()}
@@ -154,31 +113,9 @@ def run(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int) -> dic
         "uncompressed_speedup_1": plain_files["plain"] / plain_files["one_worker"],
         "uncompressed_speedup_2": plain_files["plain"] / plain_files["two_workers"],
         "scaling_2": jpeg["one_worker"] / jpeg["two_workers"],
-        "peak_over_raw": max(peaks.values()),
-        "peaks_over_raw": peaks,
         "hours_estimated": {
             f"{AIREADI_VOLUMES} volumes, {hosts} hosts of 2 workers": hours / hosts for hosts in HOSTS
         },
         "seconds_each": taken,
     }
     return result
-
-
-def _child() -> None:
-    """`peak_memory` in a process that imported nothing else than this module."""
-    parser = Parser(
-        prog="python -m benchmarks.data.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a DICOM file of full size")
-    parser.add_argument("tiny", type=Path, metavar="TINY", help="one of 1 MB, which is not counted")
-    parser.add_argument("grid", type=float, nargs=6, metavar="N", help="voxels D H W, then their mm")
-    args = parser.parse_args()
-    d, h, w, *spacing = args.grid
-    cfg = configure((int(d), int(h), int(w)), (spacing[0], spacing[1], spacing[2]))
-    print(peak_memory(args.file, cfg, args.tiny))
-
-
-if __name__ == "__main__":
-    _child()

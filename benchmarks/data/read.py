@@ -1,11 +1,10 @@
-"""Reading prepared volumes, and the whole input pipeline behind it; see benchmarks/data/cli.py."""
+"""Reading prepared volumes; see benchmarks/data/cli.py."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -13,23 +12,16 @@ from typing import Any
 
 import numcodecs.blosc
 import numpy as np
-import torch
 
 from benchmarks.data.files import GRIDS, Shape, configure, dicom_files, prepared_store
 from benchmarks.data.prepare import decode_and_resample, seconds
-from data_setup.loader import PREFETCH, Loader
-from data_setup.normalisation import view
 from data_setup.store.format import chunk_key
 from data_setup.store.reader import PreparedStore
-from models.vjepa3d import VJEPA3D
-from pretraining.step import Update, build_optimizer, train_step
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage
-from utils.config.schema import Config, StorageOptions
-from utils.runtime.open import keep_freed_memory, open_runtime
-from utils.workers import count_loaders
+from utils.config.schema import StorageOptions
+from utils.runtime.open import keep_freed_memory
 
-LOADER_WORKERS = 2  # processes of the pipeline
 CRC_BYTES = 4  # at the end of a chunk, after what Blosc wrote
 
 
@@ -123,57 +115,3 @@ def read(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, bucke
         "compressed_over_raw": mean(chunk_path(store, int(r)).stat().st_size for r in rows) / np.prod(size),
         **(from_bucket(store, rows) if bucket else {}),
     }
-
-
-def pipeline_rate(cfg: Config, store: PreparedStore, warm_up: int, steps: int) -> float:
-    """Volumes a second through the loader and both views' normalisation, with data.workers processes."""
-    runtime = open_runtime(use_bf16=False)
-    # as many batches lie ready at the end as at the start, so that none comes for nothing
-    ahead = count_loaders(cfg.data.workers) * PREFETCH
-    loader = Loader(cfg, store, store.kept, num_steps=warm_up + steps + ahead)
-    start = seconds = 0.0
-    for step, micro_batches in enumerate(loader, start=1):
-        for batch in micro_batches:
-            on_device = runtime.to_device(batch)
-            (view(on_device, 0), view(on_device, 1))
-        if step == warm_up:
-            start = time.perf_counter()
-        if step == warm_up + steps:
-            seconds = time.perf_counter() - start
-    return steps * cfg.train.global_batch_size / seconds
-
-
-def pipeline(work: Path, shapes: dict[str, Shape], repeats: int, volumes: int, steps: int) -> dict[str, Any]:
-    """The part `pipeline`: volumes a second at every grid, on two worker processes."""
-    files = dicom_files(work, shapes)
-    result: dict[str, Any] = {}
-    for size, spacing_mm in GRIDS.items():
-        batch = ["train.global_batch_size=4", "train.per_core_batch_size=4", "data.sampling=natural"]
-        workers = f"data.workers={LOADER_WORKERS}"
-        cfg = configure(size, spacing_mm, *batch, workers, "train.max_steps=1000")
-        store = prepared_store(work, list(files["uncompressed"].values()), cfg, volumes)
-        warm_up = max(2, steps // 4)
-        rates = [pipeline_rate(cfg, store, warm_up, steps) for _ in range(repeats)]
-        result["x".join(map(str, size)) + "_volumes_per_s"] = median(rates)
-    return result
-
-
-def waiting(work: Path, shapes: dict[str, Shape], volumes: int, steps: int, model: str) -> Iterator[float]:
-    """Share of every step's time that training waits for its batch: recipe vjepa2 at the smaller grid."""
-    size, spacing_mm = list(GRIDS.items())[-1]
-    batch = ["train.global_batch_size=2", "train.per_core_batch_size=2", "data.sampling=natural"]
-    cfg = configure(size, spacing_mm, *batch, "data.workers=1", "train.max_steps=1000", f"model.size={model}")
-    store = prepared_store(work, list(dicom_files(work, shapes)["uncompressed"].values()), cfg, volumes)
-    runtime = open_runtime(use_bf16=True)
-    torch.manual_seed(0)
-    net = VJEPA3D(cfg).train()
-    optimizer = build_optimizer(net, cfg)
-    start = time.perf_counter()
-    for step, micro_batches in enumerate(Loader(cfg, store, store.kept, num_steps=steps + 1)):
-        got = time.perf_counter()
-        result = train_step(net, optimizer, micro_batches, cfg, runtime, Update(step, 1e-4, 0.999))
-        float(result.loss)
-        end = time.perf_counter()
-        if step:  # the first one waits for the worker to start
-            yield (got - start) / (end - start)
-        start = end

@@ -53,7 +53,7 @@ from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.cli import add_image_arguments
 from utils.errors import UserError
-from utils.help_pages import Parser
+from utils.help_pages import Parser, PeopleParser
 
 
 def scorer_of(plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: int) -> Scorer:
@@ -221,12 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The words of the command line."""
-    parser = Parser(
-        prog="python -m benchmarks.evidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = PeopleParser("benchmarks.evidence", __doc__ or "")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     names = "data", "real", "calibrate", "run", "train", "score", "table", "curves"
     verbs = {name: commands.add_parser(name) for name in names}
     for name, command in verbs.items():

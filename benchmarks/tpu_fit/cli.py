@@ -1,13 +1,13 @@
 """Does a training step fit a TPU slice, and how fast can it be at best? Answered without a TPU:
 
     python -m benchmarks.tpu_fit --config configs/pretrain_oct_vjepa2.yaml --topology v4-32
-        [--sweep per_core_batch_size=1,2,4] [--volumes N] [--json FILE] [section.key=value ...]
+        [--volumes N] [--json FILE] [section.key=value ...]
 
 The step that trains is recorded (benchmarks.tpu_fit.trace) and compiled by the TPU's own compiler
 (benchmarks.tpu_fit.compile), each in an environment that is built on first use (benchmarks.tpu_fit.env).
 Out: memory, arithmetic, memory traffic and traffic between chips of one step, and the shortest time that the
 datasheet allows: a floor, not a forecast. Exit code 1 when it does not fit. Compiling takes minutes; the
-results are kept in runs/tpu_fit.
+results are kept in runs/tpu_fit; where the batch does not fit, the largest one that does is looked for.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tpu_fit.compile import RESULT_VERSION
 from benchmarks.tpu_fit.env import ROOT, environment
-from benchmarks.tpu_fit.topologies import TOPOLOGIES, Topology
-from benchmarks.tpu_fit.verdict import closing_table, describe, facts_of
+from benchmarks.tpu_fit.topologies import TOPOLOGIES
+from benchmarks.tpu_fit.verdict import describe, facts_of
 from utils.cli import output_file, parse_cli
 from utils.config.load import accumulation_steps, load_config, to_yaml
 from utils.config.schema import Config
@@ -36,30 +35,12 @@ from utils.errors import EXIT_USER_ERROR, ConfigError, UserError
 CACHE = ROOT / "runs" / "tpu_fit"
 AI_READI_VOLUMES = 56_477  # OCT volumes of its third release, the default of --volumes
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_DEVICE", "CPU_NUM_DEVICES")  # never inherited
-BATCH_KEY = "train.per_core_batch_size"
 Facts = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for; `overrides` are those of every row."""
-
-    config: str
-    overrides: tuple[str, ...]
-    topology: str
-    volumes: int
-
-    @property
-    def slice(self) -> Topology:
-        return TOPOLOGIES[self.topology]
 
 
 def main(argv: list[str] | None = None) -> int:
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--topology", required=True, help=f"one of {', '.join(TOPOLOGIES)}")
-        parser.add_argument(
-            "--sweep", metavar="KEY=A,B,C", help="one row for each value of a configuration key"
-        )
         parser.add_argument(
             "--volumes", type=int, default=AI_READI_VOLUMES, help="of the data set, for epochs"
         )
@@ -70,87 +51,34 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--topology: expected one of {', '.join(TOPOLOGIES)}, found {args.topology}")
     if args.volumes < 1:
         raise UserError(f"--volumes: expected 1 or more, found {args.volumes}")
-    request = Request(args.config, tuple(args.overrides), args.topology, args.volumes)
-    asked = changes(args.sweep)
-    for change in asked:
-        config_of(request, change)  # every mistake before the first compilation
-    rows = [row_of(request, change) for change in asked]
-    say_what_fits(request, rows)
-    print("\n\n".join(describe(row) for row in rows))
-    if len(rows) > 1:
-        print("\n" + closing_table(rows))
+    row = row_of(args, [])
+    if not row["fits"]:
+        row["largest_batch_that_fits"] = largest_batch(args, row)
+    print(describe(row))
     if args.json is not None:
-        args.json.write_text(json.dumps(rows if args.sweep else rows[0], indent=2) + "\n")
-    return 0 if all(row["fits"] for row in rows) else 1
+        args.json.write_text(json.dumps(row, indent=2) + "\n")
+    return 0 if row["fits"] else 1
 
 
-def changes(sweep: str | None) -> list[str | None]:
-    """`section.key=value` of every row; a key of the section train may stand alone."""
-    if sweep is None:
-        return [None]
-    key, equals, values = sweep.partition("=")
-    if not equals or not key or not all(values.split(",")):
-        raise UserError(f"--sweep: expected KEY=A,B,C, found {sweep}")
-    return [f"{key if '.' in key else f'train.{key}'}={value}" for value in values.split(",")]
-
-
-def config_of(request: Request, change: str | None) -> Config:
-    """The configuration of a row; raises ConfigError where it is none, or does not divide among the chips."""
-    overrides = [*request.overrides, *([change] if change else [])]
-    cfg = load_config(request.config, overrides)
-    if change and change.startswith(BATCH_KEY):
-        cfg = with_whole_steps(cfg, request.slice.chips)
-    accumulation_steps(cfg.train, request.slice.chips)
-    return cfg
-
-
-def row_of(request: Request, change: str | None) -> Facts:
-    """Trace and compile one configuration, and what follows from it."""
-    cfg = config_of(request, change)
-    return facts_of(
-        request.config, change, request.topology, cfg, *measure(cfg, request.topology), request.volumes
-    )
-
-
-def with_whole_steps(cfg: Config, chips: int) -> Config:
-    """The same per-core batch with the global batch that the slice takes at once, if it does not divide the
-    one configured.
+def row_of(args: argparse.Namespace, changes: list[str]) -> Facts:
+    """Trace and compile one configuration, and what follows from it; raises ConfigError where it does not
+    divide among the chips.
     """
-    at_once = cfg.train.per_core_batch_size * chips
-    if cfg.train.global_batch_size % at_once == 0:
-        return cfg
-    return replace(cfg, train=replace(cfg.train, global_batch_size=at_once))
+    cfg = load_config(args.config, [*args.overrides, *changes])
+    accumulation_steps(cfg.train, TOPOLOGIES[args.topology].chips)
+    return facts_of(args.config, args.topology, cfg, *measure(cfg, args.topology), args.volumes)
 
 
-def say_what_fits(request: Request, rows: list[Facts]) -> None:
-    """Write the largest batch that fits into the rows that do not fit. For a sweep of batches it is the
-    largest of the sweep, or one below the smallest.
-    """
-    lacking = [row for row in rows if not row["fits"]]
-    if lacking and all((row["change"] or "").startswith(BATCH_KEY) for row in rows):
-        fitting = [row["per_core_batch_size"] for row in rows if row["fits"]]
-        smallest = min(rows, key=lambda row: row["per_core_batch_size"])
-        best = max(fitting) if fitting else largest_batch(request, smallest)
-        for row in lacking:
-            row["largest_batch_that_fits"] = best
-        return
-    for row in lacking:
-        row["largest_batch_that_fits"] = largest_batch(request, row)
-
-
-def largest_batch(request: Request, row: Facts) -> int | None:
+def largest_batch(args: argparse.Namespace, row: Facts) -> int | None:
     """The largest smaller per-core batch of the row's global batch that fits, found by halving the range;
     None if not even one volume fits.
     """
-    change = row["change"]
-    if change is not None and not change.startswith(BATCH_KEY):
-        request = replace(request, overrides=(*request.overrides, change))
-    total = row["global_batch_size"]
-    sizes = [n for n in range(1, row["per_core_batch_size"]) if total % (n * request.slice.chips) == 0]
+    total, chips = row["global_batch_size"], TOPOLOGIES[args.topology].chips
+    sizes = [n for n in range(1, row["per_core_batch_size"]) if total % (n * chips) == 0]
     best = None
     while sizes:
         middle = sizes[len(sizes) // 2]
-        if row_of(request, f"{BATCH_KEY}={middle}")["fits"]:
+        if row_of(args, [f"train.per_core_batch_size={middle}"])["fits"]:
             best, sizes = middle, sizes[len(sizes) // 2 + 1 :]
         else:
             sizes = sizes[: len(sizes) // 2]

@@ -8,7 +8,6 @@ and byte counts, the collectives and the compiler's version; or `out_of_hbm`, wi
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tpu_fit.topologies import TOPOLOGIES, Topology
-from utils.help_pages import Parser
+from utils.help_pages import PeopleParser
 
 TESTED = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.51"}
 RESULT_VERSION = 2  # of what RESULT holds; a new one makes kept results void
@@ -188,11 +187,7 @@ def _attributes(entry: Any, name: str, count: int, ir: Any) -> list[dict[str, An
 
 def main(argv: list[str] | None = None) -> int:
     """Compile what benchmarks.tpu_fit recorded."""
-    parser = Parser(
-        prog="python -m benchmarks.tpu_fit.compile",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = PeopleParser("benchmarks.tpu_fit.compile", __doc__ or "")
     parser.add_argument("program", type=Path, metavar="PROGRAM", help="what benchmarks.tpu_fit.trace wrote")
     parser.add_argument("topology", choices=sorted(TOPOLOGIES), metavar="TOPOLOGY", help="as v4-32")
     parser.add_argument("result", type=Path, metavar="RESULT", help="a JSON file to write")

@@ -18,9 +18,9 @@ if __name__ == "__main__":  # torch_xla is in an environment of its own
 
 import argparse
 import json
-import math
 import os
 import sys
+from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
 
-from data_setup.loader import Batch
+from benchmarks.accelerator.batches import synthetic_batch
 from data_setup.masks import MaskPlan
 from models.engine_kernels import choose_kernels
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
@@ -39,7 +39,6 @@ from pretraining.step import Update, build_optimizer, train_step
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
 from utils.runtime.open import open_runtime
-from utils.runtime.single import Runtime
 
 CLASSES = ("parameters", "target", "optimizer", "batch")
 
@@ -74,7 +73,8 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
             "exp_avg": _placeholder(weight.detach()),
             "exp_avg_sq": _placeholder(weight.detach()),
         }
-    batches = [_batch(cfg, chips, runtime) for _ in range(accumulation)]
+    of_all_chips = replace(cfg, train=replace(cfg.train, global_batch_size=cfg.train.at_once * chips))
+    batches = [runtime.to_device(synthetic_batch(of_all_chips, n)) for n in range(accumulation)]
     state = _state(model, optimizer)
     before = {_id(tensor): place for place, (_, tensor) in enumerate(state)}
     result = train_step(model, optimizer, batches, cfg, runtime, Update(0, cfg.optim.base_lr, 0.999))
@@ -107,7 +107,7 @@ def libtpu_of_workers() -> str:
 
 def _flops(model: VJEPA3D, cfg: Config, accumulation: int) -> dict[str, int]:
     """Operations of one device and step, counted from the shapes, by what they are for."""
-    plan, samples = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * accumulation
+    plan, samples = MaskPlan.from_config(cfg), cfg.train.at_once * accumulation
     counts = (model, plan.num_context, plan.num_target)
     flops = {"model": step_flops(*counts)}
     if cfg.train.activation_checkpointing:
@@ -136,33 +136,6 @@ def _state(model: VJEPA3D, optimizer: torch.optim.Optimizer) -> list[tuple[str, 
     for _, weight in model.trained_parameters():
         state += [("optimizer", value) for value in optimizer.state[weight].values()]
     return state
-
-
-def _batch(cfg: Config, chips: int, runtime: Runtime) -> Batch:
-    """One micro-batch of all devices, of the shapes and types that the loader gives; no value matters."""
-    plan, size = MaskPlan.from_config(cfg), cfg.train.per_core_batch_size * chips
-    context = torch.zeros(size, plan.num_context, dtype=torch.int64)
-    target = torch.zeros(size, plan.num_target, dtype=torch.int64)
-    number = torch.zeros(size, dtype=torch.int64)
-    return runtime.to_device(
-        {
-            "volume": torch.zeros(size, *cfg.spatial.image_size, dtype=torch.uint8),
-            "matrix": torch.zeros(size, 3, 4),
-            "valid_box": torch.zeros(size, 6),
-            "mean": torch.zeros(size),
-            "std": torch.zeros(size),
-            "intensity": torch.zeros(size, 2, 3),
-            "noise_seed": torch.zeros(size, 2, dtype=torch.int64),
-            "sample_seed": number,
-            "context": context,
-            "target": target,
-            "context_valid": context.float(),
-            "target_valid": target.float(),
-            "token_valid": torch.ones(size, math.prod(cfg.grid), dtype=torch.bool),
-            "row": number.clone(),
-            "position": number.clone(),
-        }
-    )
 
 
 if __name__ == "__main__":

@@ -19,16 +19,13 @@ EXPLAINED, SMALL_STEP_FLOPS = 0.5, 1e11
 PARTS = ("parameters", "target", "optimizer", "batch")
 
 
-def facts_of(
-    config: str, change: str | None, topology: str, cfg: Config, traced: Facts, compiled: Facts, volumes: int
-) -> Facts:
+def facts_of(config: str, topology: str, cfg: Config, traced: Facts, compiled: Facts, volumes: int) -> Facts:
     """The numbers of one configuration on one slice; null where a program that does not fit has none."""
     place, train = TOPOLOGIES[topology], cfg.train
     facts: Facts = {
         "config": config,
-        "change": change,
         "topology": topology,
-        "per_core_batch_size": train.per_core_batch_size,
+        "per_core_batch_size": train.at_once,
         "global_batch_size": train.global_batch_size,
         "micro_batches": traced["accumulation"],
         "activation_checkpointing": train.activation_checkpointing,
@@ -85,10 +82,9 @@ def describe(facts: Facts) -> str:
     place = TOPOLOGIES[facts["topology"]]
     steps = "1 micro-batch" if facts["micro_batches"] == 1 else f"{facts['micro_batches']} micro-batches"
     hosts = "1 host" if place.hosts == 1 else f"{place.hosts} hosts"
-    change = f" {facts['change']}" if facts["change"] else ""
     per_chip, in_all = facts["per_core_batch_size"], facts["global_batch_size"]
     lines = [
-        f"{facts['config']}{change} on {facts['topology']}",
+        f"{facts['config']} on {facts['topology']}",
         f"slice            {place.chips} chips of {place.hbm_gib:g} GiB, {hosts}",
         f"batch            {per_chip} per chip, {steps}, {in_all} in all",
         f"compiler         {_compiler(facts)}",
@@ -120,27 +116,6 @@ def describe(facts: Facts) -> str:
         f"input pipeline   per host at that speed {facts['host_volumes_per_s']:.0f} volumes/s, "
         f"{facts['host_mb_per_s']:.0f} MB/s",
     ]
-    return "\n".join(lines)
-
-
-def closing_table(rows: list[Facts]) -> str:
-    """One line a row, for a sweep."""
-    lines = [f"{'':<36} {'fits':<5} {'GiB':>7} {'TFLOP':>7} {'GB':>8} {'floor s':>8} {'volumes/s':>10}"]
-    for row in rows:
-        known = row["fits"]
-        numbers = (
-            (
-                f"{row['bytes_per_step'] / 1e9:.1f}",
-                f"{row['step_floor_s']:.3f}",
-                f"{row['volumes_per_s']:.0f}",
-            )
-            if known
-            else ("-", "-", "-")
-        )
-        lines.append(
-            f"{row['change'] or '':<36} {'yes' if known else 'no':<5} {row['hbm_used_gib']:>7.2f} "
-            f"{_tera(row['flops_per_step']):>7} {numbers[0]:>8} {numbers[1]:>8} {numbers[2]:>10}"
-        )
     return "\n".join(lines)
 
 

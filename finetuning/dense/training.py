@@ -416,7 +416,7 @@ def train_step(
         moves = Moves.draw((cfg.seed, step), count, cfg.augment.strength, runtime.device)
     moving.decoder.train()
     moving.optimizer.zero_grad()
-    total, at_once, first = 0.0, max(1, cfg.train.per_core_batch_size // len(chosen[0])), 0
+    total, at_once, first = 0.0, max(1, cfg.train.at_once // len(chosen[0])), 0
     for place in range(0, len(chosen), at_once):
         pairs = [pair for unit in chosen[place : place + at_once] for pair in unit]
         own = None if moves is None else moves.of(range(first, first + len(pairs)))

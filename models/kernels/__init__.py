@@ -1,5 +1,5 @@
-"""Attention kernels for engines that need their own.
+"""Kernels: attention for engines that need their own, and the squared errors of the loss of neighbours.
 
-In and out: the tensors of one attention call. Plain torch uses none of them. The engine puts them into its
-programs (utils/runtime/xla_kernels.py).
+In and out: the tensors of one call. Attention's are put into the programs of an engine
+(utils/runtime/xla_kernels.py); plain torch does without.
 """

@@ -105,7 +105,7 @@ def volume_flops(cfg: Config, model: VJEPA3D, accumulation: int = 1) -> VolumeFl
 
 def flops_per_step(cfg: Config, model: VJEPA3D, accumulation: int) -> int:
     """Count the operations of one update on one device."""
-    volumes = cfg.train.per_core_batch_size * accumulation
+    volumes = cfg.train.at_once * accumulation
     return volume_flops(cfg, model, accumulation).training * volumes
 
 

@@ -73,7 +73,7 @@ class Validation:
         flops, count = volume_flops(run.cfg, run.model), len(validation_rows(run, is_first=step == 0))
         self._loss_flops += count * flops.prediction
         # of the check a batch, of which a volume costs at most a prediction
-        checked = min(count, run.cfg.train.per_core_batch_size * run.runtime.num_devices)
+        checked = min(count, run.cfg.train.at_once * run.runtime.num_devices)
         probed = 0 if step == 0 else sum(map(len, probe_sides(run)))
         self._gauge_flops += min(count, LIDAR_VOLUMES) * LIDAR_MASKS * flops.context
         self._gauge_flops += checked * flops.prediction + probed * flops.target

@@ -51,7 +51,7 @@ def choose_rows(side: np.ndarray, label_of_row: Mapping[int, str], limit: int) -
 
 def evaluation_size(run: Run) -> int:
     """The volumes of this process's part of an evaluation batch."""
-    return run.cfg.train.per_core_batch_size * run.runtime.evaluation_devices
+    return run.cfg.train.at_once * run.runtime.evaluation_devices
 
 
 def shared_batches(run: Run, rows: np.ndarray, load: Load) -> Iterator[tuple[Batch, Batch]]:

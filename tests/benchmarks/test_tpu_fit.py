@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ TRACED = {
 
 def facts(**compiled: Any) -> dict[str, Any]:
     cfg = load_config(ROOT / VJEPA2)
-    return facts_of(VJEPA2, None, "v4-32", cfg, TRACED, COMPILED | compiled, volumes=57_600)
+    return facts_of(VJEPA2, "v4-32", cfg, TRACED, COMPILED | compiled, volumes=57_600)
 
 
 def test_collectives_are_counted_once_with_what_they_leave() -> None:
@@ -145,13 +144,6 @@ def test_a_workers_compiler_is_the_one_that_torch_xla_names() -> None:
     assert re.fullmatch(r"0\.0\.\d+", libtpu_of_workers())
 
 
-def test_a_swept_batch_keeps_the_global_batch_where_it_can() -> None:
-    cfg = load_config(ROOT / VJEPA2)
-    for per_core, expected in ((1, 32), (2, 32), (3, 48), (4, 64)):
-        train = replace(cfg.train, per_core_batch_size=per_core)
-        assert tpu_fit.with_whole_steps(replace(cfg, train=train), 16).train.global_batch_size == expected
-
-
 @pytest.mark.parametrize(("limit", "expected"), [(8, 8), (5, 4), (3, 2), (1, 1), (0, None)])
 def test_the_largest_batch_that_fits(
     limit: int,
@@ -179,28 +171,6 @@ def test_the_largest_batch_that_fits(
     assert f"train.per_core_batch_size={expected}" in output if expected else "no smaller batch" in output
 
 
-def test_the_largest_batch_is_that_of_the_row(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """ViT-B fits at 1, ViT-L nowhere: the sentence of one is not that of the other; a table ends both."""
-    tried = []
-
-    def measure(cfg: Any, topology: str) -> tuple[dict, dict]:
-        tried.append((cfg.model.size, cfg.train.per_core_batch_size))
-        too_large = {"out_of_hbm": {"wanted_bytes": 2.0**36, "available_bytes": 2.0**35}}
-        return TRACED, COMPILED | ({} if tried[-1] == ("b", 1) else too_large)
-
-    monkeypatch.setattr(tpu_fit, "measure", measure)
-    command = ["--config", str(ROOT / VJEPA2), "--topology", "v4-32", "--sweep", "model.size=l,b"]
-    assert tpu_fit.main([*command, "train.per_core_batch_size=2"]) == 1
-    assert tried == [("l", 2), ("b", 2), ("l", 1), ("b", 1)]
-    output = capsys.readouterr().out
-    assert [line.split()[0] for line in output.splitlines()[-2:]] == ["model.size=l", "model.size=b"]
-    of_l, of_b = output.split("model.size=b on")
-    assert "no smaller batch" in of_l
-    assert "what fits        train.per_core_batch_size=1" in of_b
-
-
 def test_mistakes_are_told_before_anything_is_compiled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,11 +182,6 @@ def test_mistakes_are_told_before_anything_is_compiled(
         tpu_fit.main([*command, "v4-32", "train.per_core_batch_size=3"])
     with pytest.raises(UserError, match="--volumes"):
         tpu_fit.main([*command, "v4-32", "--volumes", "0"])
-    with pytest.raises(ConfigError, match="per_core_batch_size"):
-        tpu_fit.main([*command, "v4-32", "--sweep", "per_core_batch_size=1,x"])
-    for wrong in ("per_core_batch_size", "=1,2", "per_core_batch_size=1,,2"):
-        with pytest.raises(UserError, match="--sweep"):
-            tpu_fit.main([*command, "v4-32", "--sweep", wrong])
     with pytest.raises(SystemExit, match="2"):
         tpu_fit.main([*command, "v4-32", "--json", "/nowhere/fit.json"])
     assert "argument --json: expected a folder /nowhere, found none" in capsys.readouterr().err

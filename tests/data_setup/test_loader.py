@@ -16,6 +16,8 @@ import torch
 
 from data_setup import loader as loader_module
 from data_setup.loader import (
+    MOST_PASSES,
+    TURN,
     DataOrder,
     Loader,
     LoaderError,
@@ -180,7 +182,10 @@ def test_the_order_depends_on_the_seed() -> None:
         DataOrder(0, np.array([], int))
 
 
-def test_device_balanced_shows_each_device_equally_often(store: PreparedStore) -> None:
+def test_device_balanced_shows_each_device_equally_often(
+    store: PreparedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "MOST_PASSES", 9.0)  # two volumes of one device are no rare device
     kept = store.index.loc[store.kept]
     order = DataOrder(0, store.kept, list(kept["device"]))
     rows = [order.row(p) for p in range(3 * 4 * 7)]
@@ -193,6 +198,26 @@ def test_device_balanced_shows_each_device_equally_often(store: PreparedStore) -
         assert len(set(triton[start : start + 7])) == 7
     turns = {tuple(kept.loc[rows[s : s + 3], "device"]) for s in range(0, len(rows), 3)}
     assert len(turns) == 6  # no device has a place of its own in the batch
+
+
+@pytest.mark.parametrize("sizes", [(900, 60, 40), (500, 499, 1), (30, 10), (996, 2, 2)])
+def test_device_balanced_shows_no_volume_of_a_rare_device_too_often(sizes: tuple[int, ...]) -> None:
+    """At most twice as often as volumes are shown on the mean, but one in each long turn."""
+    devices = [name for name, size in zip("abc", sizes, strict=False) for _ in range(size)]
+    order = DataOrder(0, np.arange(len(devices)), devices)
+    drawn = 8 * TURN
+    rows = Counter(order.row(p) for p in range(drawn))
+    seen = Counter(devices[row] for row in rows.elements())
+    for name, size in zip("abc", sizes, strict=False):
+        most = max(MOST_PASSES * drawn * size / len(devices), drawn / TURN)
+        assert seen[name] <= 1.01 * max(most, 1)
+        assert order.passes(drawn)[name] == pytest.approx(seen[name] / size, rel=0.01)
+        own = [rows[row] for row, device in enumerate(devices) if device == name]
+        assert max(own) - min(own) <= 1, "every epoch of a device visits each of its volumes once"
+    if min(sizes) > 1:
+        assert seen["a"] / drawn < sizes[0] / len(devices), "the largest device gives some of its share"
+    equal = DataOrder(0, np.arange(20), ["a"] * 12 + ["b"] * 8)
+    assert Counter("ab"[row >= 12] for row in map(equal.row, range(40))) == {"a": 20, "b": 20}
 
 
 def test_a_batch_that_cannot_be_shared_is_an_error(store: PreparedStore) -> None:
@@ -272,9 +297,10 @@ def test_a_worker_gets_the_arrays_of_its_rows_and_not_the_index(store: PreparedS
         loader = Loader(cfg, large, large.kept, num_steps=1)
         size = len(pickle.dumps(loader.dataset, protocol=pickle.HIGHEST_PROTOCOL))
         assert size / count < 100
-    samples = pickle.loads(pickle.dumps(TrainingSamples(small_config(), store, store.kept)))
-    for key, value in samples[(0, 3)].items():
-        np.testing.assert_array_equal(value, TrainingSamples(small_config(), store, store.kept)[(0, 3)][key])
+        samples = TrainingSamples(cfg, store, store.kept)
+        there = pickle.loads(pickle.dumps(samples))
+        for key, value in there[(0, 3)].items():
+            np.testing.assert_array_equal(value, samples[(0, 3)][key])
 
 
 def test_the_fork_server_starts_early_where_there_will_be_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,14 @@ def test_bfloat16_stays_near_double_precision(
         assert (one.double() - other).norm() / other.norm() < bound
 
 
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_blocks_are_for_processors_without_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "HAS_AMX", has_amx)
+    q, k, v, _ = inputs((1, 2, 70, 32), torch.bfloat16)
+    expected = torch.nn.functional.scaled_dot_product_attention if has_amx else blockwise_attention
+    assert torch.equal(attention(q, k, v), expected(q, k, v))
+
+
 def test_other_layouts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of a projection are strided views."""
     q, k, v, grad = inputs((2, 37, 3, 8), torch.float64)

@@ -22,6 +22,7 @@ RECIPES = {
     "vjepa2": ["method.regulariser_weight=0.05"],
     "vjepa2_sigreg": ["method.regulariser=sigreg", "method.regulariser_weight=0.05"],
     "mae": [],
+    "neighbour": ["method.regulariser_weight=0.05"],  # as shipped
     "methods": ["method.dropout=0.1", "method.drop_path=0.1", "optim.clip_grad_norm=0.01"],
 }
 STEPS = 20
@@ -36,9 +37,8 @@ def losses(name: str) -> list[float]:
     for step in range(STEPS):
         lr, momentum = learning_rate(cfg, step, STEPS), ema_momentum(cfg, step, STEPS)
         batch = uint8_batch(cfg, 16, step)
-        values.append(
-            float(train_step(model, optimizer, [batch], cfg, runtime, Update(step, lr, momentum)).loss)
-        )
+        result = train_step(model, optimizer, [batch], cfg, runtime, Update(step, lr, momentum))
+        values += [float(loss) for loss in (result.loss, result.neighbour) if loss is not None]
     return values
 
 

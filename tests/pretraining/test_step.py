@@ -256,8 +256,9 @@ def test_the_trial_step_leaves_no_trace(recipe: str, monkeypatch: pytest.MonkeyP
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
-def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
-    cfg = small_config()
+@pytest.mark.parametrize("recipe", [*RECIPES, "neighbour"])
+def test_bfloat16_keeps_float32_parameters_and_nearly_the_losses(recipe: str) -> None:
+    cfg = small_config(recipe)
     runtime = Runtime(torch.device("cpu"), use_bf16=True)
     losses = []
     for r in (CPU, runtime):
@@ -265,10 +266,11 @@ def test_bfloat16_keeps_float32_parameters_and_nearly_the_loss() -> None:
         result = train_step(
             model, build_optimizer(model, cfg), [uint8_batch(cfg, 16)], cfg, r, Update(0, 1e-3, 0.9)
         )
-        losses.append(float(result.loss))
+        losses.append([float(loss) for loss in (result.loss, result.neighbour) if loss is not None])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
-    assert losses[1] != losses[0], "nothing was computed in bfloat16"
+    assert all(a != b for a, b in zip(*losses, strict=True)), "one of them was not computed in bfloat16"
+    assert len(losses[0]) == 1 + (recipe == "neighbour")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -464,6 +464,28 @@ def test_out_of_memory_halves_the_batch_and_keeps_the_losses(
         train(pipeline_config(folder, f"run.dir={tmp_path / 'latents'}", *latents))
 
 
+# a larger batch does not fit; there is no room to try a larger one; no larger one divides the global batch
+@pytest.mark.parametrize(("most", "has_room", "size"), [(2, True, 2), (9, False, 1), (9, True, 4)])
+def test_an_automatic_batch_is_the_largest_that_fits_and_keeps_the_losses(
+    most: int,
+    has_room: bool,
+    size: int,
+    folder: Path,
+    tmp_path: Path,
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    short_of_memory(monkeypatch, most)
+    monkeypatch.setattr(Runtime, "has_room", lambda _, growth: has_room and growth == 2)
+    train(
+        pipeline_config(folder, f"run.dir={tmp_path}", "train.per_core_batch_size=auto", "train.max_steps=2")
+    )
+    assert f"train.per_core_batch_size: auto -> {size}\n" in (tmp_path / "log.txt").read_text()
+    assert load_config(tmp_path / "config.yaml").train.per_core_batch_size == size
+    first, expected = (next(row for row in metrics(run) if row["step"] == 1) for run in (tmp_path, finished))
+    assert first["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-4)
+
+
 def test_a_run_directory_that_was_copied_goes_on(folder: Path, tmp_path: Path, finished: Path) -> None:
     """Its places are its own; data that moved is said to need a link."""
     run = shutil.copytree(finished, tmp_path / "copied")

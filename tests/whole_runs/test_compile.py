@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from models.engine_kernels import choose_kernels
+from pretraining import trial
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config, stop_after
@@ -60,6 +63,32 @@ def test_two_processes_compile(tmp_path: Path) -> None:
         for name in COMPILED:
             assert saved[name][0] == pytest.approx(losses, rel=1e-4, nan_ok=True), name
             assert saved[name][1].keys() == weights.keys()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
+def test_growing_and_halving_batches_stay_below_the_limit_of_programs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each size is another program, of which torch allows eight for a branch; past them fullgraph is an
+    error. The sizes that an automatic batch tries are not compiled, and a halved batch forgets its programs.
+    """
+    real, tried = trial.trial_step, list[tuple[int, bool]]()
+
+    def trial_step(model: Any, optimizer: Any, batch: Any, *rest: Any) -> None:
+        is_compiled = model.encoder.blocks[0].compiled is not None
+        tried.append((len(batch["row"]), is_compiled))
+        real(model, optimizer, batch, *rest)
+        if is_compiled and len(batch["row"]) > 1:
+            raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(trial, "trial_step", trial_step)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(Runtime, "has_room", lambda *_: True)
+    torch._dynamo.reset()
+    batch = "train.global_batch_size=16", "train.per_core_batch_size=auto", "train.max_steps=1"
+    train(pipeline_config(folder, f"run.dir={tmp_path}", ON, *batch))
+    grown, settled = [(2**n, False) for n in range(5)], [(2**n, True) for n in (4, 3, 2, 1, 0)]
+    assert tried == [*grown, *settled]
 
 
 def test_who_cannot_compile_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from utils.runtime.single import Runtime
 # a warning is no error here until it is known which ones a device's libraries give
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 GIB = 2**30
+RECIPES = ("vjepa2", "methods", "mae", "neighbour")
 
 
 def steps(cfg: Config, runtime: Runtime, count: int = 2) -> list[StepResult]:
@@ -43,10 +44,11 @@ def steps(cfg: Config, runtime: Runtime, count: int = 2) -> list[StepResult]:
 
 
 def losses(results: list[StepResult]) -> list[float]:
-    return [float(result.loss) for result in results]
+    both = (loss for result in results for loss in (result.loss, result.neighbour))
+    return [float(loss) for loss in both if loss is not None]
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "mae"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_gpu_has_the_losses_of_a_cpu_and_nearly_so_in_bfloat16(recipe: str) -> None:
     cfg = small_config(recipe)
     expected = losses(steps(cfg, Runtime(torch.device("cpu"), use_bf16=False)))
@@ -57,11 +59,33 @@ def test_a_gpu_has_the_losses_of_a_cpu_and_nearly_so_in_bfloat16(recipe: str) ->
     assert rough != exact, "nothing was computed in bfloat16"
 
 
-def test_a_compiled_step_has_the_losses_of_a_plain_one() -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_skipped_update_moves_nothing(recipe: str) -> None:
+    """The fused kernel of a GPU reads `found_inf` too: neither weights nor moments nor its count move."""
+    cfg, runtime = small_config(recipe), open_runtime(use_bf16=True)
+    model = nano_model(cfg).to(runtime.device).train()
+    optimizer = build_optimizer(model, cfg)
+    batches = [runtime.to_device(uint8_batch(cfg, 16, step)) for step in range(2)]
+    train_step(model, optimizer, batches[:1], cfg, runtime, Update(0, 1e-3, 0.9))
+    kept = [t.clone() for t in tensors(model, optimizer)]
+    batches[1]["mean"][3] = float("nan")
+    result = train_step(model, optimizer, batches[1:], cfg, runtime, Update(1, 1e-3, 0.9))
+    assert not bool(result.is_finite)
+    for old, new in zip(kept, tensors(model, optimizer), strict=True):
+        assert torch.equal(old, new)
+
+
+def tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Weights, buffers and moments, the optimizer's count of steps among them."""
+    states = optimizer.state.values()
+    return [*model.state_dict().values(), *(value for state in states for value in state.values())]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_step_has_the_losses_of_a_plain_one(recipe: str) -> None:
     runtime = open_runtime(use_bf16=True)
     plain, compiled = (
-        losses(steps(small_config("vjepa2", f"train.compile={value}"), runtime))
-        for value in ("false", "true")
+        losses(steps(small_config(recipe, f"train.compile={value}"), runtime)) for value in ("false", "true")
     )
     assert compiled == pytest.approx(plain, rel=0.01)
 
@@ -70,7 +94,7 @@ def test_flash_attention_takes_what_the_model_gives_it() -> None:
     """No mask and no odd layout keeps torch from its flash kernel, forward and backward."""
     runtime = open_runtime(use_bf16=True)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # a RuntimeError where it cannot be used
-        result = steps(small_config(), runtime, 1)[0]
+        result = steps(small_config("neighbour"), runtime, 1)[0]
     assert bool(torch.isfinite(result.grad_norm))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 96, 64, generator=generator) for _ in range(3))
@@ -98,17 +122,20 @@ def test_nccl_sums_gathers_and_trains_as_no_group_does(nccl: ProcessGroup) -> No
     assert nccl.any(True)
     assert not nccl.any(False)
     assert torch.equal(nccl.broadcast({"x": value})["x"], value)
-    cfg = small_config()
+    cfg = small_config("neighbour")
     groups: tuple[Group, ...] = (ALONE, nccl)
     alone, together = (losses(steps(cfg, Runtime(device, use_bf16=False, group=g), 3)) for g in groups)
     assert together == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real shortage: this process may take 2 GiB, and 512 volumes need more."""
+@pytest.mark.parametrize("wanted", ["512", "auto"])
+def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real shortage: this process may take 2 GiB, and 512 volumes need more; `auto` comes from below."""
     runtime = open_runtime(use_bf16=False)
-    sizes = ("spatial.image_size=[16,96,96]", "train.global_batch_size=512", "train.per_core_batch_size=512")
-    cfg = small_config("vjepa2", *sizes)
+    sizes = ("spatial.image_size=[16,96,96]", "train.global_batch_size=512")
+    cfg = small_config("vjepa2", *sizes, f"train.per_core_batch_size={wanted}")
     model = nano_model(cfg).to(runtime.device).train()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     nothing: Any = None  # of the store and its rows, which open_loader would read
@@ -128,6 +155,7 @@ def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(monkeypatch: pyte
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(tried) > 1, "the first batch did not exceed the memory"
+    assert 2 * tried[-1] in tried, "a larger one was tried"
     assert settled.per_core_batch_size == tried[-1] < 512
     for name, value in model.state_dict().items():
         assert torch.equal(value, weights[name]), name

@@ -34,11 +34,13 @@ class Key:
 def type_text(hint: Any, bound: Bound | None) -> str:
     """A type in words: 'one of a, b', '3 x float, a number above 0', 'int or null'."""
     if get_origin(hint) in (UnionType, Union):
-        inner, *words_too = (part for part in get_args(hint) if part is not NoneType)
-        if words_too:
-            return f"`true`, `false` or `{get_args(words_too[0])[0]}`"
-        words = type_text(inner, bound)
-        return f"{words}; or null" if "," in words else f"{words} or null"
+        inner, *others = (part for part in get_args(hint) if part is not NoneType)
+        words, other = type_text(inner, bound), "null"
+        if others:  # a word in the place of a number or of yes and no
+            other = f"`{get_args(others[0])[0]}`"
+        if inner is bool:
+            return f"`true`, `false` or {other}"
+        return f"{words}; or {other}" if "," in words else f"{words} or {other}"
     choices = get_args(hint)
     if get_origin(hint) is Literal:
         return f"one of {', '.join(f'`{choice}`' for choice in choices)}"

@@ -289,14 +289,14 @@ def flatten(section: Any) -> Iterator[tuple[str, Any]]:
 
 def accumulation_steps(train: TrainConfig, world_size: int) -> int:
     """Accumulation with global = per core x world x accumulation; a ConfigError states all four."""
-    per_step = train.per_core_batch_size * world_size
+    per_step = train.at_once * world_size
     steps = max(1, train.global_batch_size // per_step)
     if steps * per_step != train.global_batch_size:
         fits, rest = divmod(train.global_batch_size, world_size)
         hint = "" if rest else f"; train.per_core_batch_size={fits} fits"
         raise ConfigError(
             "train.global_batch_size: expected per_core_batch_size x world size x accumulation, found "
-            f"global {train.global_batch_size} != per core {train.per_core_batch_size} x world {world_size} "
+            f"global {train.global_batch_size} != per core {train.at_once} x world {world_size} "
             f"x accumulation {steps}{hint}"
         )
     return steps

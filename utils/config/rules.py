@@ -46,7 +46,7 @@ def _check_bounds(cfg: Config) -> None:
         _require(finite, key, "finite numbers", value)
         bound = part.metadata.get("bound")
         if bound is not None:
-            inside = all(bound.holds(number) for number in numbers if number is not None)
+            inside = all(bound.holds(number) for number in numbers if isinstance(number, int | float))
             _require(inside, key, bound.text, value)
 
 
@@ -73,7 +73,7 @@ def _check_sections(cfg: Config) -> None:
         devices,
     )
     _require(
-        cfg.method.control not in MISMATCHED or cfg.train.per_core_batch_size > 1,
+        cfg.method.control not in MISMATCHED or cfg.train.per_core_batch_size != 1,
         "train.per_core_batch_size",
         f"2 or more with method.control={cfg.method.control} (targets are those of another volume)",
         cfg.train.per_core_batch_size,

@@ -67,7 +67,9 @@ class DataConfig:
         SHARE,
     )
     sampling: Literal["natural", "device_balanced"] = key(
-        "natural", "natural: every volume once in an epoch; device_balanced: every device equally often"
+        "natural",
+        "natural: every volume once in an epoch; device_balanced: every device equally often, but no volume "
+        "more than twice as often as on the mean",
     )
     cache_dir: str | None = key(
         None, "local read-through cache of a remote store; null: none", may_change=True, per_machine=True
@@ -217,8 +219,11 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     global_batch_size: int = key(MISSING, "volumes of an update, of all devices together", VOLUMES)
-    per_core_batch_size: int = key(
-        MISSING, "volumes that a device computes at once", VOLUMES, may_change=True
+    per_core_batch_size: int | Literal["auto"] = key(
+        MISSING,
+        "volumes that a device computes at once; auto: the most that fit, found at start, on XLA 1",
+        VOLUMES,
+        may_change=True,
     )
     epochs: int | None = key(
         None, "length of the run in passes over the training volumes", EPOCHS, may_change=True
@@ -260,6 +265,11 @@ class TrainConfig:
         "null: every epoch, or every few, so that validations read at most 2.5 % of what training reads",
         UPDATES,
     )
+
+    @property
+    def at_once(self) -> int:
+        """per_core_batch_size as a number; of `auto` that from which it is looked for."""
+        return 1 if self.per_core_batch_size == "auto" else self.per_core_batch_size
 
 
 @dataclass(frozen=True)

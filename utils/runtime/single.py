@@ -100,6 +100,17 @@ class Runtime:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
+    def has_room(self, growth: float) -> bool:
+        """Whether every process may hold so many times the most that it has held so far: up to nine tenths of
+        a GPU, up to half of a host for all processes of it, since a host kills who takes too much.
+        """
+        if self.device.type == "cuda":
+            limit = 0.9 * torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            limit = 0.5 * host_memory_bytes() / here
+        return not self.group.any((self.peak_memory_bytes() or 0) * growth > limit)
+
     @contextmanager
     def write_trace(self, path: Path) -> Iterator[None]:
         """Trace what happens inside: to `path`.json.gz (Chrome trace), on XLA to the folder `path`
@@ -230,6 +241,14 @@ class Runtime:
         if failed and self.device.type == "cuda":  # out here the traceback no longer holds the graph
             torch.cuda.empty_cache()
         return not self.group.any(failed)
+
+
+def host_memory_bytes() -> int:
+    """The memory of this machine, or what its container may take of it."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no cgroup of version 2, or `max`
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
+    return whole
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -1,4 +1,4 @@
-from benchmarks.train_step.cli import main
+from benchmarks.accelerator.cli import main
 from utils.cli import run_cli
 
 if __name__ == "__main__":

@@ -1,0 +1,244 @@
+"""What an accelerator makes of this code, in a few minutes: steps, input, whole runs, against the reference.
+
+    python -m benchmarks.accelerator --minutes 9 --out DIR
+    python -m benchmarks.accelerator --tiny --minutes 9 --out DIR
+    python -m benchmarks.accelerator --stages phantom --out DIR
+
+In: the time, and a folder. Out: DIR/results.json, written again after every number, and DIR/page.md with its
+tables. One process; a stage that fails or is out of time is a line, and the next one begins:
+  phantom     the phantom of the demo and its store, where DIR does not hold them (make them beforehand by the
+              third command, and carry DIR along); runs that DIR holds are removed and made again
+  device      what the driver tells, and the rate of matrix products
+  tests       the tests marked gpu, NCCL with one GPU among them
+  steps       ViT-B [64, 384, 384] of configs/pretrain_oct_vjepa2.yaml from one volume upwards until memory
+              ends: ours, with activation checkpointing, recipe methods, and without penalty and loss of
+              neighbours against Hugging Face's V-JEPA 2
+  pretrain    minutes of ViT-S on the phantom, its last gauges
+  truth       its answers beside the rows that need no encoder (benchmarks.phantom_truth)
+  input       the loader from a store of the recommended grid, over what the step takes
+  compiled    the steps at their largest batch with torch.compile, the reference's too
+  resume      a run that SIGTERM stops against one that nothing stops, bit for bit
+  predict     seconds from a file to its answer
+--tiny: the same stages at sizes for a CPU. The sizes of a table's rows are in it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from benchmarks.accelerator import steps, whole
+from benchmarks.machine import describe, matmul_peak
+from utils.cli import number_from
+from utils.help_pages import PeopleParser
+from utils.log import setup_logging
+from utils.provenance import git_commit
+from utils.runtime.device_peak import device_peak
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+
+SECONDS = {  # of nine minutes, at most; in the order in which the stages run
+    "phantom": 90, "device": 20, "tests": 75, "steps": 100, "pretrain": 210, "truth": 60, "input": 60,
+    "compiled": 120, "resume": 60, "predict": 45,
+}  # fmt: skip
+NINE_MINUTES = 540
+GRACE_S = 30  # beyond all, in which a call that never returns to Python is ended
+Values = dict[str, Any]
+
+
+class TimeUp(BaseException):
+    """The stage has had its time; no Exception, which a compiler would take for one of its own."""
+
+
+class Bench:
+    """The stages' numbers so far, in a file that is whole after each of them."""
+
+    def __init__(self, out: Path, minutes: float, *, tiny: bool) -> None:
+        self.out, self.tiny, self.scale = out, tiny, minutes * 60 / NINE_MINUTES
+        self.ends = time.monotonic() + minutes * 60
+        self.runtime: Runtime = open_runtime(use_bf16=True)
+        self.stages: dict[str, Values] = {}
+        self.facts: Values = {
+            "commit": git_commit(),
+            "machine": describe(),
+            "device": self.runtime.device_name,
+            "command": f"python -m benchmarks.accelerator --minutes {minutes:g}{' --tiny' if tiny else ''}",
+        }
+        out.mkdir(parents=True, exist_ok=True)
+
+    def write(self) -> None:
+        """results.json and page.md of what is known."""
+        text = json.dumps({**self.facts, "stages": self.stages}, indent=1)
+        for name, content in (("results.json", text), ("page.md", page(self.facts, self.stages))):
+            partial_file = self.out / f"{name}.partial"
+            partial_file.write_text(content + "\n", encoding="utf-8")
+            partial_file.replace(self.out / name)
+
+    def run(self, name: str, work: Callable[[Callable[[str, Any], None]], Values | None]) -> None:
+        """One stage within its time; whatever ends it is written."""
+        limit = min(SECONDS[name] * self.scale, self.ends - time.monotonic())
+        values = self.stages[name] = {"status": "no time left"}
+        if limit <= 1:
+            return self.write()
+        values["status"], start = "running", time.monotonic()
+
+        def put(key: str, value: Any) -> None:
+            values[key] = value
+            self.write()
+
+        signal.signal(signal.SIGALRM, _time_is_up)
+        signal.setitimer(signal.ITIMER_REAL, limit)
+        try:
+            values |= work(put) or {}
+            values["status"] = "done"
+        except TimeUp:
+            values["status"] = f"out of time after {limit:.0f} s"
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # a stage that fails is a line, not the end
+            (*_, line) = str(error).strip().splitlines() or [""]
+            values["status"] = f"failed: {type(error).__name__}: {line}"
+            if time.monotonic() - start >= limit:  # a compiler takes TimeUp for its own failure
+                values["status"] = f"out of time after {limit:.0f} s"
+            values["traceback"] = traceback.format_exc()[-3000:]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number in (signal.SIGTERM, signal.SIGINT):  # a training took them over
+                signal.signal(number, signal.SIG_DFL)
+        if self.runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        values["seconds"] = round(time.monotonic() - start, 1)
+        print(f"{name}: {values['status']}, {values['seconds']} s", flush=True)
+        self.write()
+
+    def best_step(self) -> Values:
+        """The fastest row of our step; empty where there is none."""
+        rows = [row for row in self.stages.get("steps", {}).get("rows", []) if row["kind"] == "ours"]
+        return max((row for row in rows if row["fits"]), key=lambda row: row["volumes_per_s"], default={})
+
+
+def _time_is_up(_signum: int, _frame: FrameType | None) -> None:
+    raise TimeUp
+
+
+def device_facts(bench: Bench) -> Values:
+    """What the driver tells, and what matrix products reach."""
+    runtime, size = bench.runtime, 1024 if bench.runtime.device.type == "cpu" else 8192
+    sheet = device_peak(runtime.device, runtime.device_kind, use_bf16=True)
+    facts: Values = {
+        "matmul_bf16_flops_per_s": matmul_peak(runtime, torch.bfloat16, size),
+        "matmul_float32_flops_per_s": matmul_peak(runtime, torch.float32, size),
+        "peak_flops_per_s": sheet.flops_per_s,
+        "peak_is_from": sheet.source,
+        "cpus": os.cpu_count(),
+    }
+    if runtime.device.type == "cuda":
+        driver = torch.cuda.get_device_properties(runtime.device)
+        facts |= {"memory_gib": driver.total_memory / 2**30, "cuda": torch.version.cuda}
+    return facts
+
+
+def run_stages(bench: Bench, wanted: list[str]) -> None:
+    """All of them, in their order."""
+    out, runtime = bench.out, bench.runtime
+    sizes, size = (steps.TINY, whole.TINY) if bench.tiny else (steps.FULL, whole.FULL)
+
+    def peak() -> float:
+        facts = bench.stages.get("device", {})
+        return facts.get("peak_flops_per_s") or facts.get("matmul_bf16_flops_per_s") or float("nan")
+
+    def compiled(put: Callable[[str, Any], None]) -> None:
+        steps.compiled_steps(sizes, runtime, peak(), bench.stages.get("steps", {}).get("rows", []), put)
+
+    works: dict[str, Callable[[Callable[[str, Any], None]], Values | None]] = {
+        "phantom": lambda _: whole.phantom_and_store(out, size),
+        "device": lambda _: device_facts(bench),
+        "tests": lambda put: whole.gpu_tests(SECONDS["tests"] * bench.scale, put),
+        "steps": lambda put: steps.eager_steps(sizes, runtime, peak(), put),
+        "pretrain": lambda _: whole.pretrain(out, size),
+        "truth": lambda _: whole.truth(out, size),
+        "input": lambda _: whole.input_pipeline(out, size, runtime, bench.best_step().get("volumes_per_s")),
+        "compiled": compiled,
+        "resume": lambda _: whole.resume(out, size),
+        "predict": lambda _: whole.predict_a_volume(out),
+    }
+    for name in SECONDS:
+        if name in wanted:
+            bench.run(name, works[name])
+
+
+def page(facts: Values, stages: dict[str, Values]) -> str:
+    """The tables of docs/evidence/benchmarks.md."""
+    lines = [f"# {facts['device']}", "", f"    {facts['command']}", ""]
+    lines += [
+        f"Commit {facts['commit']}; {facts['machine']}.",
+        "",
+        "| stage | what came of it | s |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {values['status']}{values.get('summary', '')} | {values.get('seconds', '')} |"
+        for name, values in stages.items()
+    ]
+    rows = [row for name in ("steps", "compiled") for row in stages.get(name, {}).get("rows", [])]
+    if rows:
+        lines += [
+            "",
+            "| step | volumes | ms | volumes/s | MFU | peak GiB | first step s |",
+            "|---|---|---|---|---|---|---|",
+        ]
+    for row in rows:
+        cells = ["does not fit"] + [""] * 4
+        if row["fits"]:
+            cells = [f"{1000 * row['step_s']:.1f}", f"{row['volumes_per_s']:.2f}", f"{row['mfu']:.3f}"]
+            cells += [f"{row['peak_gib']:.1f}", f"{row['first_s']:.1f}"]
+        lines.append(f"| {row['kind']} | {row['batch']} | {' | '.join(cells)} |")
+    for name in stages:
+        numbers = {
+            k: v for k, v in stages[name].items() if isinstance(v, int | float | dict) and k != "seconds"
+        }
+        if numbers:
+            lines += ["", f"## {name}", "", "| | |", "|---|---|", *_rows(numbers)]
+    return "\n".join(lines)
+
+
+def _rows(numbers: Values) -> list[str]:
+    flat = {k: v for k, v in numbers.items() if not isinstance(v, dict)}
+    for key, value in numbers.items():
+        flat |= {f"{key}: {name}": inner for name, inner in value.items()} if isinstance(value, dict) else {}
+    return [
+        f"| {key} | {value:.4g} |" if isinstance(value, float) else f"| {key} | {value} |"
+        for key, value in flat.items()
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: see the module's docstring."""
+    parser = PeopleParser("benchmarks.accelerator", __doc__ or "")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="results, and what the stages make"
+    )
+    parser.add_argument("--minutes", type=number_from(1), default=9, help="of all stages together")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--stages", default=",".join(SECONDS), help="which stages, separated by commas")
+    args = parser.parse_args(argv)
+    wanted = args.stages.split(",")
+    if not set(wanted) <= set(SECONDS):
+        parser.error(f"--stages: expected some of {', '.join(SECONDS)}, found {args.stages}")
+    setup_logging()
+    faulthandler.dump_traceback_later(args.minutes * 60 + GRACE_S, exit=True)
+    try:
+        bench = Bench(args.out, args.minutes, tiny=args.tiny)
+        run_stages(bench, wanted)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    print(args.out / "page.md")
+    return int(any(values["status"] != "done" for values in bench.stages.values()))

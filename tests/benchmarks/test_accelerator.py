@@ -1,0 +1,144 @@
+"""The accelerator benchmark: the reference computes our loss, a stage that fails or is late is a line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.accelerator import cli, steps
+from benchmarks.accelerator.steps import TINY, Stepper, configure, eager_steps, measure, ratios
+from data_setup.normalisation import view
+from models.vit3d import SIZES, Size
+from models.vjepa3d import VJEPA3D
+from utils.runtime.single import Runtime
+
+CPU = Runtime(torch.device("cpu"), use_bf16=False)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders of two blocks."""
+    monkeypatch.setitem(SIZES, "ti", Size(2, 48, 2))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_reference_has_our_loss_and_our_gradients() -> None:
+    theirs = Stepper("reference", TINY, CPU)
+    batch, reference = theirs.batch(2), theirs.reference
+    assert reference is not None
+    torch.manual_seed(0)
+    ours = VJEPA3D(configure("plain", TINY, 2)).train()
+    for part in (ours.encoder, ours.target_encoder, ours.predictor):
+        part.rope = "tiled"
+    context_view, target_view = view(batch, 0), view(batch, 1)
+    loss = ours(
+        context_view, target_view, batch["context"], batch["target"], batch["token_valid"]
+    ).loss_B.mean()
+    other = reference(context_view, target_view, batch["context"], batch["target"])
+    loss.backward()
+    other.backward()
+    torch.testing.assert_close(loss, other)
+    for name in ("encoder.blocks.0.mlp.fc1.weight", "predictor.predictor_blocks.1.attn.proj.weight"):
+        same = (
+            name.replace("predictor_blocks", "layer").replace("blocks", "layer").replace("attn", "attention")
+        )
+        torch.testing.assert_close(ours.get_parameter(name).grad, reference.get_parameter(same).grad)
+
+
+@pytest.mark.usefixtures("small")
+def test_batches_grow_until_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = steps.train_step
+
+    def train_step(model: Any, optimizer: Any, batches: Any, *rest: Any) -> Any:
+        if len(batches[0]["row"]) > 2:
+            raise torch.OutOfMemoryError("planted")
+        return real(model, optimizer, batches, *rest)
+
+    monkeypatch.setattr(steps, "train_step", train_step)
+    written: dict[str, Any] = {}
+    eager_steps(steps.Sizes(TINY.overrides, 8), CPU, 1e11, written.__setitem__)
+    fits = {(row["kind"], row["batch"]): row["fits"] for row in written["rows"]}
+    for kind in ("ours", "checkpointing", "plain", "methods"):
+        assert [fits.get((kind, batch)) for batch in (1, 2, 4, 8)] == [True, True, False, None]
+    assert all(fits["reference", batch] for batch in (1, 2, 4, 8))
+    row = next(row for row in written["rows"] if row["kind"] == "ours")
+    flops = Stepper("ours", TINY, CPU).flops
+    assert row["mfu"] == pytest.approx(flops / row["step_s"] / 1e11)
+    assert set(written["ratios"]) == {"plain, batch 1", "plain, batch 2"}
+    page = cli.page(
+        {"device": "d", "command": "c", "commit": "0", "machine": "m"},
+        {"steps": {"status": "done", **written}},
+    )
+    assert "| ours | 4 | does not fit |" in page
+    assert "| ratios: plain, batch 1 |" in page
+
+
+@pytest.mark.usefixtures("small")
+def test_a_ratio_is_of_the_same_batch_and_the_same_compiler() -> None:
+    row = measure(Stepper("plain", TINY, CPU), 1, 1e11)
+    assert row is not None
+    rows = [
+        {"kind": kind, "batch": 1, "fits": True, "step_s": s}
+        for kind, s in (("plain", 3.0), ("reference", 4.0))
+    ]
+    rows += [{"kind": "plain, compiled", "batch": 1, "fits": True, "step_s": 1.0}]
+    assert ratios(rows) == {"plain, batch 1": 0.75}
+    rows += [{"kind": "reference, compiled", "batch": 1, "fits": True, "step_s": 2.0}]
+    assert ratios(rows)["plain, compiled, batch 1"] == 0.5
+
+
+def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("steps", "compiled"):
+        monkeypatch.setitem(cli.SECONDS, name, 2)
+    bench = cli.Bench(tmp_path, 9, tiny=True)
+
+    def late(put: Any) -> None:
+        put("rows", [])
+        time.sleep(20)
+
+    def mistaken(_: Any) -> None:
+        try:
+            time.sleep(20)
+        except BaseException as error:
+            raise ValueError("a compiler's own words") from error
+
+    def failing(_: Any) -> None:
+        raise ValueError("expected a device, found none")
+
+    began = time.monotonic()
+    works = ("steps", late), ("compiled", mistaken), ("input", failing), ("device", lambda _: {"a": 1.5})
+    for name, work in works:
+        bench.run(name, work)
+    assert time.monotonic() - began < 10
+    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert stages["steps"]["status"] == "out of time after 2 s"
+    assert stages["steps"]["rows"] == [], "what was measured before stays"
+    assert stages["compiled"]["status"] == "out of time after 2 s"
+    assert stages["input"]["status"] == "failed: ValueError: expected a device, found none"
+    assert stages["device"] == {"status": "done", "a": 1.5, "seconds": stages["device"]["seconds"]}
+    text = (tmp_path / "page.md").read_text()
+    assert "| steps | out of time after 2 s |" in text
+    assert "| a | 1.5 |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # a training of each stage, and torch's compiler
+def test_the_whole_command_at_sizes_for_a_cpu(tmp_path: Path) -> None:
+    assert cli.main(["--tiny", "--minutes", "30", "--out", str(tmp_path)]) == 0
+    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    assert list(stages) == list(cli.SECONDS)
+    assert stages["resume"]["a_stopped_run_is_equal"]
+    assert stages["resume"]["two_runs_are_equal"]
+    assert "skipped" in stages["tests"]["summary"] or torch.cuda.is_available()
+    assert {question["name"] for question in stages["truth"]["questions"]} == {"occupancy", "thickness"}
+    assert "plain, compiled, batch 2" in stages["compiled"]["ratios"]
+    assert stages["input"]["over_the_step"] > 0
+    assert stages["predict"]["second_s"] > 0
+    assert stages["pretrain"]["train/loss"] > 0

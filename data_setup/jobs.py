@@ -120,15 +120,8 @@ def read_volume(
 def _resample(url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator[np.ndarray]) -> Resampled:
     """The frames on the grid; raises OCTReadError outside_grid for a field without a voxel of the grid."""
     try:
-        return resample_frames(
-            frames,
-            header.shape,
-            header.spacing_mm,
-            grid.image_size,
-            grid.target_spacing,
-            grid.resample,
-            header.flip_d,
-        )
+        size, spacing, how = grid.image_size, grid.target_spacing, grid.resample
+        return resample_frames(frames, header.shape, header.spacing_mm, size, spacing, how, header.flip_d)
     except ValueError as error:
         raise _outside_grid(url, grid, header) from error
 

@@ -32,11 +32,7 @@ from utils.storage.ranges import RangeFile
 OK = "ok"
 OCTA = "octa"  # a flow cube or an en-face image: no structural volume, a row of octa.tsv
 # What a cell of the manifest or a YAML repairs: such a row is in the manifest all the same.
-TO_FILL = (
-    RejectReason.MISSING_SPACING.value,
-    RejectReason.UNKNOWN_AXES.value,
-    RejectReason.MISSING_SHAPE.value,
-)
+TO_FILL = (RejectReason.MISSING_SPACING, RejectReason.UNKNOWN_AXES, RejectReason.MISSING_SHAPE)
 UNKNOWN = "unknown"
 XML = "Heidelberg XML"
 WITHOUT_YAML = ("DICOM", XML)

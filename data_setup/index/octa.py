@@ -23,16 +23,9 @@ OTHER = "other"  # than the slabs
 STRUCTURAL = "associated_structural_oct"
 ENFACE_COLUMNS = ("ophthalmic_image_type", "sop_instance_uid", "file_path")
 COLUMNS = (
-    "person_id",
-    "laterality",
-    "kinds",
-    f"{STRUCTURAL}_sop_instance_uid",
-    f"{STRUCTURAL}_file_path",
-    "flow_cube_number_of_frames",
-    "flow_cube_height",
-    "flow_cube_width",
-    "flow_cube_sop_instance_uid",
-    "flow_cube_file_path",
+    *("person_id", "laterality", "kinds", f"{STRUCTURAL}_sop_instance_uid", f"{STRUCTURAL}_file_path"),
+    *("flow_cube_number_of_frames", "flow_cube_height", "flow_cube_width"),
+    *("flow_cube_sop_instance_uid", "flow_cube_file_path"),
     *(f"associated_enface_{n}_{part}" for n in range(1, len(SLABS) + 1) for part in ENFACE_COLUMNS),
 )
 

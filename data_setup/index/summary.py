@@ -299,17 +299,9 @@ def _next(
     if plug and any(entry.label_volume or entry.label_surfaces for entry in rows):
         lines.append(f"then: {shlex.join([*command, '--labels'])}")
     for task in plug.tasks if plug else ():
-        command = [
-            "python",
-            "-m",
-            "finetuning.train",
-            "--config",
-            task.config,
-            "model.checkpoint=RUN",
-            *places,
-        ]
-        changes = [text.replace("{out}", out) for text in task.overrides]
-        lines.append(f"then: {shlex.join([*command, *changes])}")
+        changes = ["model.checkpoint=RUN", *places, *(text.replace("{out}", out) for text in task.overrides)]
+        command = ["python", "-m", "finetuning.train", "--config", task.config, *changes]
+        lines.append(f"then: {shlex.join(command)}")
     return lines
 
 

@@ -98,7 +98,7 @@ def read_export(url: str, options: StorageOptions | None) -> Export:
     data = read_bytes(url, options)
     if len(data) > MAX_XML_BYTES:
         raise OCTReadError(url, RejectReason.CORRUPT_FILE, f"up to {MAX_XML_BYTES} bytes of XML", len(data))
-    # No entities, no external files: an export has none, and an attack needs them.
+    # No entities, no external files: an attack needs them.
     with reading(url, RejectReason.CORRUPT_FILE, "XML without entities"):
         root = ElementTree.fromstring(data)
     if root.tag not in _ROOTS:

@@ -34,46 +34,14 @@ from utils.config.schema import StorageOptions
 
 HEIGHT_MAP_CLASS = "1.2.840.10008.5.1.4.1.1.66.8"
 _PLACEHOLDER_CLASS = re.compile(r"1\.2\.840\.10008\.5\.1\.4\.x+\.1", re.IGNORECASE)
-INVALID_UP_TO = {  # no row of a scan is so low
-    "heidelberg_spectralis": -0.5,
-    "topcon_maestro2": -0.5,
-    "topcon_triton": -0.5,
-    "zeiss_cirrus": 0.5,
-}
-NUM_SURFACES = {
-    "heidelberg_spectralis": 11,
-    "topcon_maestro2": 9,
-    "topcon_triton": 10,
-    "zeiss_cirrus": 2,
-}
+NUM_SURFACES = {"heidelberg_spectralis": 11, "topcon_maestro2": 9, "topcon_triton": 10, "zeiss_cirrus": 2}
+INVALID_UP_TO = dict.fromkeys(NUM_SURFACES, -0.5) | {"zeiss_cirrus": 0.5}  # no row of a scan is so low
 MAX_SURFACES = max(NUM_SURFACES.values())
-# labels that the devices write, by depth; names of one line mean the same boundary
-DEPTH_OF_LABEL = {
-    label: depth
-    for depth, labels in enumerate(
-        (
-            ("ILM",),
-            ("RNFL", "RNFL/GCL"),
-            ("GCL",),
-            ("IPL", "IPL/INL"),
-            ("INL",),
-            ("OPL",),
-            ("ELM",),
-            ("PR1", "IS/OS"),
-            ("PR2", "OS/RPE"),
-            ("RPE",),
-            ("BM",),
-            ("CSI",),
-        )
-    )
-    for label in labels
-}
-PLACEHOLDER, REORDERED, UNLABELLED, UNORDERED = (
-    "placeholder_class",
-    "labels_in_another_order",
-    "no_labels",
-    "frames_not_by_depth",
-)
+# labels that the devices write, by depth; several names mean the same boundary
+_BY_DEPTH = "ILM RNFL=RNFL/GCL GCL IPL=IPL/INL INL OPL ELM PR1=IS/OS PR2=OS/RPE RPE BM CSI"
+DEPTH_OF_LABEL = {label: d for d, labels in enumerate(_BY_DEPTH.split()) for label in labels.split("=")}
+PLACEHOLDER, REORDERED = "placeholder_class", "labels_in_another_order"
+UNLABELLED, UNORDERED = "no_labels", "frames_not_by_depth"
 _TAGS = ["SOPClassUID", "NumberOfFrames", "Rows", "Columns", "SegmentSequence", "FloatPixelPaddingValue"]
 _TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence", "ReferencedSeriesSequence"]
 _FLOAT_PIXELS = (0x7FE0, 0x0008)

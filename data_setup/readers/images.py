@@ -124,10 +124,7 @@ def differing_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 def iter_images(
-    urls: Sequence[str],
-    url: str,
-    options: StorageOptions | None,
-    columns: tuple[float, float] | None = None,
+    urls: Sequence[str], url: str, options: StorageOptions | None, columns: tuple[float, float] | None = None
 ) -> Iterator[np.ndarray]:
     """Stored values [H, W] of each image, or of `columns`, a share of its width; `url` is the volume's."""
     turns: set[int] = set()

@@ -39,10 +39,8 @@ from utils.workers import in_threads
 
 _SUFFIXES = {
     ".dcm": "DICOM",
-    ".nii": "NIfTI",
-    ".nii.gz": "NIfTI",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
+    **dict.fromkeys((".nii", ".nii.gz"), "NIfTI"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
     ".xml": "Heidelberg XML",
     ".e2e": kinds.E2E,
     ".vol": kinds.VOL,
@@ -51,14 +49,9 @@ _SUFFIXES = {
     ".img": kinds.IMG,
     ".oct": "Optovue or Bioptigen OCT",
     ".mat": "MATLAB",
-    ".mhd": "MetaImage",
-    ".mha": "MetaImage",
-    ".npy": "NumPy",
-    ".npz": "NumPy",
-    ".png": "a single image",
-    ".bmp": "a single image",
-    ".jpg": "a single image",
-    ".jpeg": "a single image",
+    **dict.fromkeys((".mhd", ".mha"), "MetaImage"),
+    **dict.fromkeys((".npy", ".npz"), "NumPy"),
+    **dict.fromkeys((".png", ".bmp", ".jpg", ".jpeg"), "a single image"),
 }
 _OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
 _ADVICE = {  # kinds that are not looked into: what a user can do

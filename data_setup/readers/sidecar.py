@@ -38,17 +38,9 @@ from utils.storage import StorageNotFoundError, join, read_bytes
 FOLDER_SIDECAR = "volume.yaml"
 MAX_SIDECAR_BYTES = 2**16
 MAX_VOLUME_BYTES = 2**32  # no OCT volume is near this; a header that claims more is wrong
-_LIBRARY_ERRORS = (
-    zlib.error,
-    SyntaxError,  # what XML and PNG parsers raise
-    yaml.YAMLError,
-    HeaderDataError,
-    WrapStructError,
-    MatReadError,
-    zipfile.BadZipFile,
-    TiffFileError,  # no ValueError in older versions
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
+_LIBRARY_ERRORS = (  # SyntaxError is what XML and PNG parsers raise
+    *(SyntaxError, zlib.error, zipfile.BadZipFile, yaml.YAMLError, HeaderDataError, WrapStructError),
+    *(MatReadError, TiffFileError, Image.DecompressionBombError, Image.DecompressionBombWarning),
 )
 Triple = tuple[float, float, float]
 

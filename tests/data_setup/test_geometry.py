@@ -236,11 +236,7 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": at("root", Laterality="L")}, MISMATCH, "R (ImageLaterality) and L (Laterality)"),
         ({"edit": at(f"shared {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
         ({"edit": at(f"half {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
-        (
-            {"edit": at("root", PixelSpacing=[0.0039, 0.03])},
-            MISMATCH,
-            "(shared) and 0.0039 mm (root)",
-        ),
+        ({"edit": at("root", PixelSpacing=[0.0039, 0.03])}, MISMATCH, "(shared) and 0.0039 mm (root)"),
         ({"edit": at(f"frames {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
         ({"edit": at(f"half {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
         ({"edit": at(f"frames {MEASURES}", SliceThickness=0.3)}, MISMATCH, "SliceThickness"),

@@ -66,10 +66,7 @@ RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the fol
     splits=Fact("training and test folders; the test part has no labels, so none is taken over", "n/v"),
     find=_retouch_find,
     tasks=(
-        Task(
-            "configs/cls_linear_probe.yaml",
-            ("task.kind=multilabel", "task.names=[irf,srf,ped]"),
-        ),
+        Task("configs/cls_linear_probe.yaml", ("task.kind=multilabel", "task.names=[irf,srf,ped]")),
         Task("configs/segmentation.yaml"),
     ),
     label_classes=_RETOUCH_FLUID,

@@ -36,20 +36,10 @@ _PATIENTS = (b"@PATIENT_INFO_02", b"@PATIENT_INFO")
 _MODELS = (b"@HW_INFO_03", b"@HW_INFO_02", b"@HW_INFO_01")
 _CONTOUR = "<20sBBIII"  # name, method, format, width, height, bytes
 _VALUES = {0: "<u2", 1: "<f8"}  # of a format
-_BOUNDARIES = {  # oct-converter's names; RETINA_2 and _3 have two in two programs, so they keep their own
-    "RETINA_1": "ILM",
-    "RETINA_4": "BM",
-    "MULTILAYERS_1": "ILM",
-    "MULTILAYERS_2": "RNFL_GCL",
-    "MULTILAYERS_3": "GCL_IPL",
-    "MULTILAYERS_4": "IPL_INL",
-    "MULTILAYERS_5": "MZ_EZ",
-    "MULTILAYERS_6": "IZ_RPE",
-    "MULTILAYERS_7": "BM",
-    "MULTILAYERS_8": "INL_OPL",
-    "MULTILAYERS_9": "ELM",
-    "MULTILAYERS_10": "CSI",
-}
+_LAYERS = ("ILM", "RNFL_GCL", "GCL_IPL", "IPL_INL", "MZ_EZ", "IZ_RPE", "BM", "INL_OPL", "ELM", "CSI")
+# oct-converter's names; RETINA_2 and _3 have two in two programs, so they keep their own
+_BOUNDARIES = {"RETINA_1": "ILM", "RETINA_4": "BM"}
+_BOUNDARIES |= {f"MULTILAYERS_{number}": name for number, name in enumerate(_LAYERS, 1)}
 _Chunks = dict[bytes, tuple[int, int]]  # name -> first byte, length
 
 

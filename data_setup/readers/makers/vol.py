@@ -25,16 +25,10 @@ from data_setup.readers.sidecar import Sidecar, checked_frames, make_header
 from data_setup.tables.text import SIDES
 
 _MODULE = "eyepy.io.he.vol_reader"
-_USED = (  # numbers of the file's header; the rest stays bytes: a name that is no ASCII must not stop it
-    "size_x",
-    "n_bscans",
-    "size_y",
-    "scale_x",
-    "distance",
-    "scale_y",
-    "size_x_slo",
-    "size_y_slo",
-    "scan_pattern",
+# numbers of the file's header; the rest stays bytes: a name that is no ASCII must not stop it
+_USED = (
+    *("size_x", "n_bscans", "size_y", "scale_x", "distance", "scale_y"),
+    *("size_x_slo", "size_y_slo", "scan_pattern"),
 )
 _USED_OF_B_SCAN = ("bscan_hdr_size", "start_x", "start_y", "end_x", "end_y", "num_seg", "seg_offset")
 _NO_VALUE = np.float32(3e38)  # HEYEX writes the largest float32 where it measured nothing

@@ -271,10 +271,7 @@ def test_names_of_the_manifest_that_agree_with_the_header_or_are_its_own_open(tm
         assert np.array_equal(read(path, **row)[1], speckle(16))
 
 
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [("eye.jpeg", "folder"), ("EYE.PNG", "folder")],
-)
+@pytest.mark.parametrize(("name", "advice"), [("eye.jpeg", "folder"), ("EYE.PNG", "folder")])
 def test_kinds_that_nothing_opens_say_what_to_do(tmp_path: Path, name: str, advice: str) -> None:
     (tmp_path / name).write_bytes(b"MATLAB 5.0 MAT-file" * 20)
     reason, text = reject(tmp_path / name)

@@ -120,12 +120,7 @@ def test_a_scan_without_a_token_is_a_reject_that_names_the_spacing_that_would_do
     ],
 )
 def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
-    own_tree: Path,
-    tmp_path: Path,
-    column: str,
-    text: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    own_tree: Path, tmp_path: Path, column: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
     header, *lines = [line.split("\t") for line in manifest.read_text().splitlines()]

@@ -155,10 +155,7 @@ def _octa(
 
 
 def _peeked(entry: Entry, record: Record, size: int, options: StorageOptions) -> Entry:
-    """What the header says; without the spacing where nothing says it, which no cell gives an XML.
-
-    Raises OCTReadError, StorageError.
-    """
+    """What the header says; without the spacing where nothing says it, which no cell gives an XML."""
     try:
         return _described(entry, peek_record(record, size, options))
     except OCTReadError as error:

@@ -36,22 +36,6 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, read_text, write_bytes
 
-MANIFEST_COLUMNS = (
-    "person_id",
-    "filepath",
-    "kind",
-    "device",
-    "protocol",
-    "anatomic_region",
-    "laterality",
-    "number_of_frames",
-    "height",
-    "width",
-    "spacing_mm",
-    "d_order",
-    "files",
-    "sop_instance_uid",
-)
 OPTIONAL_COLUMNS = ("volume_yaml", "label_volume", "label_surfaces")  # where any entry has them
 PEOPLE_COLUMNS = ("person_id", "study_group", "clinical_site", "age")
 LEFT_OUT_COLUMNS = ("filepath", "kind", "reason", "message")
@@ -154,7 +138,7 @@ def _manifest(
     written: Written,
 ) -> tuple[list[str], list[Row]]:
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(entry, name) for entry in entries)]
-    usual = (*MANIFEST_COLUMNS, *optional)
+    usual = (*manifest_row(Entry("", "")), *optional)
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), usual, options)
     by_path = {path_of(row["filepath"]): row for row in kept}
     _hand_over(by_path, entries, present, written)
@@ -189,11 +173,7 @@ def _hand_over(
     present: Collection[str | None],
     written: Written,
 ) -> None:
-    """Give the row of a file that is gone, so its person and edits, to the same scan at another path.
-
-    It is the same where no other file and no other row has its SOPInstanceUID, and the header has its shape;
-    without a UID where none other has its name, kind, shape and spacing.
-    """
+    """Give the row of a file that is gone, with its edits, to the only file that is the same scan."""
     keys = [_scan_key(manifest_row(entry)) for entry in entries]
     entries_of = Counter(keys)
     rows = [(_scan_key(row, entries_of), path, row) for path, row in by_path.items()]
@@ -301,10 +281,7 @@ def _people(
 def _rows_of_people(
     entries: Sequence[Entry], written: Written, is_set: bool
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """(person, eye) -> facts; the eye is empty but in a set, and so is a fact on which two files differ.
-
-    Raises UserError where two volumes of a set say different things, or one person is in two splits.
-    """
+    """(person, eye) -> facts; the eye is empty but in a set, and so is a fact on which two files differ."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     splits: dict[str, str] = {}
     for entry in entries:

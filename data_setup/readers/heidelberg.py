@@ -202,11 +202,7 @@ def _folder(url: str) -> str:
 
 
 def _files(export: Export, url: str, options: StorageOptions | None) -> list[str]:
-    """The image of each B-scan, relative to the XML's folder: beside it, or in one folder below it.
-
-    Raises OCTReadError: frame_count_mismatch where images are missing; not_a_volume where two folders, or two
-    sets of one folder, have them all.
-    """
+    """The image of each B-scan, relative to the XML's folder: beside it, or in one folder below it."""
     names = list_names(_folder(url), options)
     has_names = all(s.file for s in export.scans)
     if not has_names and any(s.number is None for s in export.scans):

@@ -169,10 +169,7 @@ def _float_pixels(file: BoundedFile, ds: Dataset, shape: tuple[int, int, int], u
 
 
 def _by_depth(values: np.ndarray, labels: list[str]) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """(surfaces from the vitreous down, their names, notes).
-
-    Depth is the median height over the A-scans where every surface has one, else over its own.
-    """
+    """(surfaces from the vitreous down, names, notes) by their medians where all of them have a height."""
     notes = []
     everywhere = ~np.isnan(values).any(axis=0)
     chosen = everywhere if everywhere.any() else np.ones_like(everywhere)

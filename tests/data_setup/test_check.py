@@ -58,16 +58,7 @@ class Eye:
 
 
 def write_tree(root: Path, eyes: list[Eye]) -> Path:
-    columns = (
-        "person_id",
-        "laterality",
-        "height",
-        "width",
-        "number_of_frames",
-        "sop_instance_uid",
-        "filepath",
-    )
-    lines = ["\t".join(columns)]
+    lines = ["person_id\tlaterality\theight\twidth\tnumber_of_frames\tsop_instance_uid\tfilepath"]
     for eye in eyes:
 
         def edit(ds: FileDataset, eye: Eye = eye) -> None:
@@ -208,11 +199,8 @@ def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.C
     pair = [GOOD[1].path, twice.path]
     assert report["duplicates"] == {"uid": [pair], "pixels": [pair]}
     output = capsys.readouterr().out
-    assert (
-        "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too: 1\n    "
-        + twice.path
-        in output
-    )
+    doubles = "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too: 1\n    "
+    assert doubles + twice.path in output
     assert "something is wrong" in output
 
     write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID

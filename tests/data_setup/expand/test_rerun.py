@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 
 from data_setup.expand import cli as expand
-from tests.data_setup.expand.archives import NOISE, OCT, TREE, Disk, flip, make_zip, tree_of
+from tests.data_setup.expand.clis import NOISE, OCT, TREE, Disk, flip, make_zip, tree_of
 from utils import storage
 from utils.errors import UserError
 
@@ -119,9 +119,8 @@ def test_what_a_killed_run_left_is_gone_after_the_next_one(
 
     def killed(partial: Path, path: str) -> None:
         folders.add(Path(partial).parent)
-        real_link(
-            partial, Path(partial).with_name(f"left{Path(partial).name}")
-        )  # what no code can tidy up after a kill
+        # what no code can tidy up after a kill
+        real_link(partial, Path(partial).with_name(f"left{Path(partial).name}"))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -60,6 +60,12 @@ def reject(path: Path | str, **changes: Any) -> tuple[RejectReason, str]:
     return caught.value.reason, str(caught.value)
 
 
+def refused(outcome: tuple[RejectReason, str], reason: str, *words: str) -> None:
+    """Check what `reject` gave."""
+    assert outcome[0] == reason, outcome[1]
+    assert [word for word in words if word not in outcome[1]] == [], outcome[1]
+
+
 def write_every_kind(
     root: Path, voxels: np.ndarray, spacing: tuple[float, float, float], side: str
 ) -> list[str]:
@@ -79,15 +85,8 @@ def write_every_kind(
     write_yaml(root / "t" / "eye.yaml", spacing_mm=list(spacing), num_frames=len(voxels), **says)
     write_folder(root / "images" / "eye", voxels, spacing_mm=list(spacing), **says)
     write_heidelberg(root / "xml" / "eye.xml", voxels, spacing, laterality=side)
-    return [
-        "n/eye.nii",
-        "z/eye.nii.gz",
-        "o/eye.ome.tif",
-        "j/eye.tif",
-        "t/eye.tiff",
-        "images/eye/",
-        "xml/eye.xml",
-    ]
+    names = "n/eye.nii z/eye.nii.gz o/eye.ome.tif j/eye.tif t/eye.tiff images/eye/ xml/eye.xml"
+    return names.split()
 
 
 def write_lists(root: Path, paths: list[str], device: str, protocol: str, side: str = "") -> None:

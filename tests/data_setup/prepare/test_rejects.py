@@ -205,5 +205,5 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
         ([], None),
         (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans", "unused_missing")}),
     ):
-        assert main([*places, *more]) == 0
+        assert main(["--config", CONFIG, "--workers", "0", *places, *more]) == 0
         assert json.loads((tmp_path / "store" / "prepare_report.json").read_text())["run"]["audit"] == audit

@@ -110,16 +110,8 @@ def _look(
     person, place = candidate.person, candidate.place
     if not person:
         person, place = person_of_path(path, by_folder=kind in HEADED)
-    entry = Entry(
-        path,
-        kind,
-        person_id=person,
-        person_source="path",
-        place=place,
-        path_name=person,
-        laterality=side_of_path(path) or "",
-        files=files or "",
-    )
+    entry = Entry(path, kind, person_id=person, person_source="path", place=place, path_name=person)
+    entry = replace(entry, laterality=side_of_path(path) or "", files=files or "")
     record = replace(unknown_record(join(root, path), path), files=files)
     try:
         entry = _peeked(entry, record, candidate.size, options)

@@ -15,12 +15,11 @@ from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.store.summary import by_frequency, next_step, words
-from data_setup.tables.splits import seeded_split, shortfalls
+from data_setup.tables.splits import FEW_PEOPLE, seeded_split, shortfalls
 from utils.config.schema import StorageOptions
 from utils.storage import join
 
 NAMES = 3  # examples of a line
-FEW_PEOPLE = 50  # below, a side of the split may have nobody by the hash: 0.9^50 is 0.5 %
 CONFIG = "configs/pretrain_oct_vjepa2.yaml"
 _SPACING, _AXES, _SHAPE = RejectReason.MISSING_SPACING, RejectReason.UNKNOWN_AXES, RejectReason.MISSING_SHAPE
 # what may be missing -> (of which volumes, keys of a YAML that say it, columns of the manifest)

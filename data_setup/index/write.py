@@ -250,11 +250,9 @@ def _people(
     url = join(out, "participants.tsv")
     fresh = _rows_of_people(entries, written, is_set)
     names = sorted({name for row in fresh.values() for name in row} - {"recommended_split"})
-    has_eyes, has_splits = (
-        any(side for _, side in fresh),
-        any("recommended_split" in r for r in fresh.values()),
-    )
-    of_set = ("person_id", *["laterality"] * has_eyes, *["recommended_split"] * has_splits, *names)
+    eyes = ["laterality"] * any(side for _, side in fresh)
+    splits = ["recommended_split"] * any("recommended_split" in row for row in fresh.values())
+    of_set = ("person_id", *eyes, *splits, *names)
     columns, kept = _read(url, (), of_set if is_set else PEOPLE_COLUMNS, options)
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     known = {*twin_ids(row[id_column] for row in kept), *written.people}

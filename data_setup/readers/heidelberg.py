@@ -71,19 +71,8 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
     measured = check_geometry(raw, shape, None, None, url)
     urls = [join(_folder(url), files[index]) for index in measured.order or range(len(scans))]
     first = next(iter_images(urls, url, options))
-    header = make_header(
-        url,
-        "Heidelberg XML",
-        shape,
-        first.dtype,
-        (measured.spacing_mm, measured.spacing_source),
-        Sidecar(),
-        flip_d=measured.flip_d,
-        orientation_source=measured.orientation_source,
-        laterality=export.laterality,
-        device=DEVICE,
-        order=measured.order,
-    )
+    side, dtype, none = export.laterality, first.dtype, Sidecar()
+    header = make_header(url, "Heidelberg XML", shape, dtype, measured, none, laterality=side, device=DEVICE)
     yield header
     yield from checked_frames(iter_images(urls, url, options), header)
 

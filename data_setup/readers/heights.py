@@ -27,7 +27,7 @@ import numpy as np
 import pydicom
 from pydicom.dataset import Dataset
 
-from data_setup.readers.dicom import OPT_SOP_CLASS, open_file
+from data_setup.readers.dicom import OPT_SOP_CLASS, open_file, read_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults, number
 from data_setup.readers.pixels import BoundedFile
 from utils.config.schema import StorageOptions
@@ -115,10 +115,9 @@ def _read(url: str, expected_count: int | None, options: StorageOptions | None) 
 
 def _header(file: BoundedFile, url: str) -> Dataset:
     """The attributes of _TAGS; leaves the file at its pixel data. Raises not_dicom, not_height_map."""
+    ds = read_dataset(file, _TAGS, url)
     with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
-        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
-        sop_class = str(ds.get("SOPClassUID") or "")
-        syntax = ds.file_meta.TransferSyntaxUID
+        sop_class, syntax = str(ds.get("SOPClassUID") or ""), ds.file_meta.TransferSyntaxUID
         is_plain = not syntax.is_encapsulated and not syntax.is_deflated and syntax.is_little_endian
     if sop_class != HEIGHT_MAP_CLASS and not _PLACEHOLDER_CLASS.fullmatch(sop_class):
         actual = pydicom.uid.UID(sop_class).name if sop_class in pydicom.uid.UID_dictionary else "another"

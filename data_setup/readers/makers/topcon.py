@@ -61,16 +61,8 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any
         side = next((_SIDES.get(_part(file, chunks, n, 1, url)[0]) for n in _EYES if n in chunks), None)
         model = next((_text(_part(file, chunks, n, 16, url)) for n in _MODELS if n in chunks), "")
         spacing = _spacing(file, chunks, voxels.shape, url)
-    header = make_header(
-        url,
-        kind,
-        voxels.shape,
-        np.dtype(np.uint8 if voxels.is_jpeg else "<u2"),
-        spacing,
-        sidecar,
-        laterality=side,
-        device=_device(model),
-    )
+    dtype, device = np.dtype(np.uint8 if voxels.is_jpeg else "<u2"), _device(model)
+    header = make_header(url, kind, voxels.shape, dtype, spacing, sidecar, laterality=side, device=device)
     yield header
     yield from checked_frames(stored_frames(file, url), header)
 

@@ -55,19 +55,9 @@ class _File:
 def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in order; raises OCTReadError."""
     vol = _headers(file, url)
-    measured = vol.measured
+    shape, dtype, measured = vol.shape, np.dtype(np.uint8), vol.measured
     header = make_header(
-        url,
-        "Heidelberg VOL",
-        vol.shape,
-        np.dtype(np.uint8),
-        (measured.spacing_mm, measured.spacing_source),
-        sidecar,
-        flip_d=measured.flip_d,
-        orientation_source=measured.orientation_source,
-        laterality=vol.side,
-        device=DEVICE,
-        order=measured.order,
+        url, "Heidelberg VOL", shape, dtype, measured, sidecar, laterality=vol.side, device=DEVICE
     )
     yield header
     yield from checked_frames((_frame(file, vol, index, url) for index in vol.order), header)

@@ -28,16 +28,8 @@ from utils.workers import in_threads
 FOLDER = "labels"
 _SHOWN = 3
 _OF_SCAN = (
-    "person_id",
-    "facts",
-    "visit",
-    "split",
-    "laterality",
-    "device",
-    "protocol",
-    "region",
-    "d_order",
-    "files",
+    *("person_id", "facts", "visit", "split", "laterality"),
+    *("device", "protocol", "region", "d_order", "files"),
 )
 _WIDTH = 11  # of a name in `--sets NAME`
 

@@ -130,15 +130,8 @@ def _headers(file: IO[bytes], url: str) -> _File:
     lines = [((h.start_x, h.start_y), (h.end_x, h.end_y)) for h in headers]
     scales = [Measures(head.scale_y, head.scale_x, head.distance or None)] * shape[0]
     measured = check_geometry(geometry_of_lines(lines, scales), shape, None, None, url)
-    return _File(
-        shape,
-        head.version.startswith(b"ep-v"),
-        SIDES.get(_text(head.scan_position).lower()),
-        _text(head.patient_id),
-        measured,
-        tuple(starts),
-        tuple(headers),
-    )
+    is_grey, side = head.version.startswith(b"ep-v"), SIDES.get(_text(head.scan_position).lower())
+    return _File(shape, is_grey, side, _text(head.patient_id), measured, tuple(starts), tuple(headers))
 
 
 def _frame(file: IO[bytes], vol: _File, index: int, url: str) -> np.ndarray:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_setup.expand.clis import Disk
+from tests.data_setup.expand.archives import Disk
 
 
 @pytest.fixture

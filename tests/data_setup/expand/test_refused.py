@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from data_setup.expand.cli import CHUNK_BYTES, key_of
-from tests.data_setup.expand.clis import NOISE, TREE, Disk, flip, make_zip, patched
+from tests.data_setup.expand.archives import NOISE, TREE, Disk, flip, make_zip, patched
 from utils import storage
 
 

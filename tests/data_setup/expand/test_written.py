@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from data_setup.expand.cli import find_archives
-from tests.data_setup.expand.clis import NOISE, OCT, TREE, Disk, make_zip
+from tests.data_setup.expand.archives import NOISE, OCT, TREE, Disk, make_zip
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,8 @@ GRID = ["spatial.target_spacing=[0.1,0.01,0.1]", "spatial.image_size=[8,16,16]",
 
 
 def record(url: Path | str, **changes: Any) -> Record:
-    plain = Record(
-        person_id="1",
-        device="heidelberg_spectralis",
-        protocol="own",
-        region="Macula",
-        path=Path(url).name,
-        url=str(url),
-        split="train",
-    )
-    return replace(plain, **changes)
+    whose = {"person_id": "1", "device": "heidelberg_spectralis", "protocol": "own", "region": "Macula"}
+    return Record(**{"path": Path(url).name, "url": str(url), "split": "train", **whose, **changes})
 
 
 def read(url: Path | str, **changes: Any) -> tuple[Any, np.ndarray]:

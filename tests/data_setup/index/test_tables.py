@@ -420,14 +420,8 @@ def test_people_that_may_be_several_or_one_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file without PatientID is of the only one of its folder; what cannot be decided is warned of."""
-    files = {
-        "1003/a": "MRN-3",
-        "1003/visit_2/b": "",
-        "1004/a": "MRN-4",
-        "1004/b": " mrn-4 ",
-        "1004/c": "",
-        "more/a": "MRN-3",
-    }
+    files = {"1003/a": "MRN-3", "1003/visit_2/b": "", "more/a": "MRN-3"}
+    files |= {"1004/a": "MRN-4", "1004/b": " mrn-4 ", "1004/c": ""}
     for seed, (path, patient) in enumerate(files.items()):
         place, edit = tmp_path / f"{path}.dcm", maker(patient, "L")
         options = {"name": place.name, "spacing": SPACING, "references": rows_down(6), "edit": edit}

@@ -193,14 +193,7 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
     root = f"memory://{tmp_path.name}/tree"
     for file in (p for p in tree.rglob("*") if p.is_file() and p.suffix != ".npz"):
         storage.write_bytes(storage.join(root, str(file.relative_to(tree))), file.read_bytes())
-    places = [
-        "--config",
-        CONFIG,
-        "--workers",
-        "0",
-        f"data.gcs_root={root}",
-        f"data.store={tmp_path / 'store'}",
-    ]
+    places = [f"data.gcs_root={root}", f"data.store={tmp_path / 'store'}"]
     for more, audit in (
         ([], None),
         (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans", "unused_missing")}),

@@ -11,13 +11,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from data_setup.manifest import Record
 from data_setup.readers.dicom import OCTHeader
@@ -108,9 +106,13 @@ def read_volume(
     Raises OCTReadError for a file that cannot be used, StorageError.
     """
     header, frames = open_record(record, options)
-    meter = new_meter()
-    volume = _resample(record.url, spatial, header, meter.watch(frames), planes)
-    if not valid_tokens(volume.valid_box, spatial.image_size, spatial.patch_size):
+    meter, size, spacing = new_meter(), spatial.image_size, spatial.target_spacing
+    grid = (header.shape, header.spacing_mm, size, spacing, spatial.resample, header.flip_d, planes)
+    try:
+        volume = resample_frames(meter.watch(frames), *grid)
+    except ValueError as error:  # no voxel of the grid lies in the field
+        raise _outside_grid(record.url, spatial, header) from error
+    if not valid_tokens(volume.valid_box, size, spatial.patch_size):
         raise _outside_grid(record.url, spatial, header)
     if header.transfer_syntax == IMAGES and (likeness := meter.strangers()):
         actual = "correlations of {:.2f} and {:.2f}: pictures of different scans?".format(*likeness)
@@ -120,25 +122,6 @@ def read_volume(
     if measured["intensity_std"] == 0:
         raise OCTReadError(record.url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
     return header, volume, measured
-
-
-def _resample(
-    url: str, grid: SpatialConfig, header: OCTHeader, frames: Iterator[np.ndarray], planes: str
-) -> Resampled:
-    """The frames on the grid; raises OCTReadError outside_grid for a field without a voxel of the grid."""
-    try:
-        return resample_frames(
-            frames,
-            header.shape,
-            header.spacing_mm,
-            grid.image_size,
-            grid.target_spacing,
-            grid.resample,
-            header.flip_d,
-            planes,
-        )
-    except ValueError as error:
-        raise _outside_grid(url, grid, header) from error
 
 
 def _outside_grid(url: str, grid: SpatialConfig, header: OCTHeader) -> OCTReadError:

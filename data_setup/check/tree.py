@@ -3,7 +3,7 @@
 In: the manifest's records (`Config`). Out: check_report.json, a table and a verdict. HEAD_BYTES of each DICOM
 file are fetched, and more only when the header is longer. `--pixel-hash` says which files are read to the
 end: `same-size` those that have the length of another one's pixel data and the same bytes in its middle;
-`all`; `none`. Only decoding shows the faults in report.FULL_PASS_ONLY. Exit codes: docs/guides/expand.md.
+`all`; `none`. Only decoding shows the faults in FULL_PASS_ONLY. Exit codes: docs/guides/expand.md.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from pydicom.uid import UID
 
-from data_setup.check import report as check_report
-from data_setup.check.report import NOT_OPENED, OK, Finding, grouped
-from data_setup.manifest import TREE, RecordList, read_records
+from data_setup.manifest import TREE, Record, RecordList, read_records
 from data_setup.readers.dicom import OCTHeader, read_header
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.open_record import check_manifest, identify, kind_by_name
 from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
+from data_setup.store.summary import by_frequency, words
 from utils import storage
 from utils.config.schema import Config, StorageOptions
-from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.errors import EXIT_TRY_AGAIN, UserError, shown
 from utils.storage.ranges import RangeFile
+from utils.tables import Table, terminal
 from utils.terminal import say, track
 from utils.workers import pool_of
 
@@ -40,6 +41,56 @@ HEAD_BYTES = 2**16  # of one request; the header of some hundred frames
 PIXEL_HASH_MODES = ("same-size", "all", "none")
 _SAMPLE_BYTES = 2**14  # from the middle of the pixel data
 _READ_BYTES = 2**23
+_K = TypeVar("_K")
+OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
+# Only decoding shows these. The length of an uncompressed file shows the first two.
+FULL_PASS_ONLY = (
+    "truncated_pixel_data and frame_count_mismatch of compressed files",
+    "frame_size_mismatch of single frames",
+    "corrupt_pixel_data",
+    "constant_volume",
+    "few_grey_levels, and values that a rescale would clip",
+    "a field smaller than a voxel of the grid",
+    "files that are no DICOM (counted as not_opened)",
+)
+SHOWN = 3  # names of each kind of problem in the table; the JSON has all
+_UM = 1000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the first bytes of a file say; `status` is OK, NOT_OPENED, UNREAD or a RejectReason."""
+
+    path: str
+    url: str
+    record: Record | None = None  # None: an orphan
+    is_double: bool = False  # an earlier row has the SOPInstanceUID, so prepare does not use this one
+    size: int = 0
+    status: str = OK
+    message: str | None = None
+    kind: str = "DICOM"
+    header: OCTHeader | None = None
+    pixel_start: int | None = None  # bytes before the value of the pixel data
+    sample: str | None = None  # digest of bytes from the middle of the pixel data
+    pixel_hash: str | None = None  # digest of all bytes from pixel_start on
+    fetched: dict[str, int] = field(default_factory=dict)  # bytes by purpose: header, sample, pixels
+    requests: int = 0
+
+    @property
+    def pixel_bytes(self) -> int:
+        return self.size - (self.pixel_start or 0)
+
+    @property
+    def sop_instance_uid(self) -> str | None:
+        return self.header.sop_instance_uid if self.header else None
+
+
+def grouped(findings: Iterable[Finding], key: Callable[[Finding], _K]) -> dict[_K, list[Finding]]:
+    """Key -> the findings that have it."""
+    groups: dict[_K, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(key(finding), []).append(finding)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -95,7 +146,7 @@ def read_finding(finding: Finding, options: StorageOptions) -> Finding:
             with named_faults(finding.url, RejectReason.NOT_DICOM, "a DICOM file"):
                 bounded = BoundedFile(file)
             header, pixel_start = read_header(bounded, finding.url, finding.record)
-            finding = _described(finding, header, pixel_start)
+            finding = replace(finding, header=header, pixel_start=pixel_start)
             if finding.record is not None:
                 check_manifest(finding.record, header)
     except OCTReadError as error:
@@ -105,22 +156,6 @@ def read_finding(finding: Finding, options: StorageOptions) -> Finding:
     except storage.StorageError as error:
         finding = replace(finding, status=UNREAD, message=error.problem)
     return replace(finding, fetched={"header": file.fetched}, requests=file.requests)
-
-
-def _described(finding: Finding, header: OCTHeader, pixel_start: int) -> Finding:
-    return replace(
-        finding,
-        device=finding.device or header.device,
-        protocol=finding.protocol or header.protocol,
-        shape=header.shape,
-        spacing_mm=header.spacing_mm,
-        spacing_source=header.spacing_source,
-        orientation_source=header.orientation_source,
-        laterality=header.laterality or "unknown",
-        transfer_syntax=UID(header.transfer_syntax).name,
-        sop_instance_uid=header.sop_instance_uid,
-        pixel_start=pixel_start,
-    )
 
 
 def add_digest(finding: Finding, purpose: str, options: StorageOptions) -> Finding:
@@ -178,16 +213,8 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
     findings = []
     doubles = {record.path for record in listing.doubles}
     for record in listing.records:
-        finding = Finding(
-            path=record.path,
-            url=record.url,
-            record=record,
-            device=record.device,
-            protocol=record.protocol,
-            manifest_laterality=record.laterality,
-            is_double=record.path in doubles,
-            size=tree.sizes.get(record.path, 0),
-        )
+        size = tree.sizes.get(record.path, 0)
+        finding = Finding(record.path, record.url, record, record.path in doubles, size)
         if record.path in tree.folders and kind_by_name(record.url) is None:
             finding = replace(finding, status=NOT_OPENED, kind="folder")
         elif record.path not in tree:
@@ -195,7 +222,7 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
             finding = replace(finding, status=missing, message=message)
         findings.append(finding)
     urls = {path: storage.join(listing.root, path) for path in orphans}
-    return findings + [Finding(p, url, is_orphan=True, size=tree.sizes[p]) for p, url in urls.items()]
+    return findings + [Finding(p, url, size=tree.sizes[p]) for p, url in urls.items()]
 
 
 def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:
@@ -219,20 +246,12 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
                 ) from error
 
         findings = hash_pixels(run("check", read_finding, files), pixel_hash, partial(run, "compare"))
-    report = check_report.summarise(
-        findings,
-        {
-            "tree": cfg.data.gcs_root,
-            "pixel_hash": pixel_hash,
-            "skipped": listing.skipped,
-            "split_source": listing.split_source,
-            "seconds": round(time.perf_counter() - start, 3),
-            "workers": workers,
-        },
-        audit["unused_missing"],
-    )
+    seconds = round(time.perf_counter() - start, 3)
+    about: dict[str, Any] = {"tree": cfg.data.gcs_root, "pixel_hash": pixel_hash, "skipped": listing.skipped}
+    about |= {"split_source": listing.split_source, "seconds": seconds, "workers": workers}
+    report = summarise(findings, about, audit["unused_missing"])
     url = json_url or storage.join(cfg.data.store, "check_report.json")
-    print(check_report.table(report), flush=True)  # first: the report may have no place to be written to
+    print(table(report), flush=True)  # first: the report may have no place to be written to
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
     say(f"report: {url}")
     if report["unread"]:
@@ -243,3 +262,150 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
         say(f"error: {message}", file=sys.stderr)
         return EXIT_TRY_AGAIN
     return 0 if report["is_fine"] else EXIT_FOUND_BAD
+
+
+def summarise(
+    findings: Sequence[Finding], run: Mapping[str, Any], unused_missing: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The report; `is_fine`: nothing is unreadable, missing, orphaned, double or contradictory.
+
+    `unused_missing` files belong to rows that are not used. They are named and do not count as wrong, since a
+    tree of some devices lacks the files of the others.
+    """
+    listed = [f for f in findings if f.record is not None and not f.is_double]
+    doubles = [f for f in findings if f.is_double]
+    missing = [f.path for f in listed if f.status == RejectReason.MISSING_FILE]
+    readable = (OK, NOT_OPENED, UNREAD, RejectReason.MISSING_FILE)
+    unreadable = [f for f in listed + doubles if f.status not in readable]
+    names = {"uid": "sop_instance_uid", "pixels": "pixel_hash"}
+    duplicates = {what: _duplicates(findings, name) for what, name in names.items()}
+    known = [(f.path, f.record, f.header) for f in listed + doubles]  # an unknown eye is no contradiction
+    conflicts = [
+        p for p, row, seen in known if row and seen and {row.laterality, seen.laterality} == {"L", "R"}
+    ]
+    orphans = [f.path for f in findings if f.record is None]
+    fetched: Counter[str] = Counter()
+    for finding in findings:
+        fetched.update(finding.fetched)
+    stored = sum(f.size for f in findings)
+    return {
+        **run,
+        "is_fine": not (missing or unreadable or orphans or doubles or any(duplicates.values()) or conflicts),
+        "records": len(listed),
+        "ok": sum(f.status == OK for f in listed),
+        "unread": sum(f.status == UNREAD for f in findings),
+        "not_opened": by_frequency(f.kind for f in listed if f.status == NOT_OPENED),
+        "unreadable": by_frequency(f.status for f in unreadable),
+        "missing": missing,
+        "orphans": orphans,
+        "doubles": [f.path for f in doubles],
+        "unused_missing": list(unused_missing),
+        "duplicates": duplicates,
+        "laterality_conflicts": conflicts,
+        "bytes": {
+            "stored": stored,
+            "fetched": fetched.total(),
+            **{what: fetched[what] for what in ("header", "sample", "pixels")},
+            "share": round(fetched.total() / stored, 6) if stored else None,
+        },
+        "requests": sum(f.requests for f in findings),
+        "by_device": _by(listed, "device"),
+        "by_protocol": _by(listed, "protocol"),
+        "problems": [
+            {"path": f.path, "status": f.status, "message": f.message}
+            for f in findings
+            if f.status not in (OK, NOT_OPENED)
+        ],
+        "pixel_hashes": {f.path: f.pixel_hash for f in findings if f.pixel_hash},
+        "full_pass_only": list(FULL_PASS_ONLY),
+    }
+
+
+def _by(findings: Iterable[Finding], name: str) -> dict[str, Any]:
+    groups = grouped(findings, lambda f: str(getattr(f.record, name)))
+    return {key: _group(groups[key]) for key in sorted(groups)}
+
+
+def _group(findings: Sequence[Finding]) -> dict[str, Any]:
+    seen = [f.header for f in findings if f.header is not None]
+    return {
+        "files": len(findings),
+        "status": by_frequency(f.status for f in findings),
+        "bytes": sum(f.size for f in findings),
+        "shape": by_frequency(" x ".join(map(str, h.shape)) for h in seen),
+        "spacing_um": by_frequency(" x ".join(f"{_UM * mm:.3g}" for mm in h.spacing_mm) for h in seen),
+        "spacing_source": by_frequency(h.spacing_source for h in seen),
+        "orientation_source": by_frequency(h.orientation_source for h in seen),
+        "transfer_syntax": by_frequency(UID(h.transfer_syntax).name for h in seen),
+        "laterality": by_frequency(h.laterality or "unknown" for h in seen),
+    }
+
+
+def _duplicates(findings: Iterable[Finding], name: str) -> list[list[str]]:
+    """The paths of files that share a value."""
+    groups = grouped(findings, lambda f: getattr(f, name))
+    return sorted(sorted(f.path for f in group) for v, group in groups.items() if v and len(group) > 1)
+
+
+def _commonest(numbers: Mapping[str, int]) -> str:
+    more = len(numbers) - 1
+    return next(iter(numbers), "-") + (f" (+{more})" if more > 0 else "")
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    more = len(paths) - SHOWN
+    return [f"    {path}" for path in paths[:SHOWN]] + ([f"    and {more} more"] if more > 0 else [])
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report as text: each protocol with its commonest shape and spacing, then the faults."""
+    rows = []
+    for name, part in report["by_protocol"].items():
+        eyes = [part["laterality"].get(eye, 0) for eye in ("L", "R", "unknown")]
+        counts = map(str, [part["files"], part["status"].get(OK, 0), *eyes])
+        rows.append([name, *counts, _commonest(part["shape"]), _commonest(part["spacing_um"])])
+    header = ("protocol", "files", "ok", "L", "R", "?", "shape, D x H x W", "spacing, um")
+    lines = terminal(Table("", header, rows)).split("\n")
+    for name, part in report["by_device"].items():
+        lines.append(
+            f"{name}: {part['files']} files, {words(part['transfer_syntax'])}; "
+            f"orientation from: {words(part['orientation_source'])}"
+        )
+    lines.append(f"manifest rows not used: {words(report['skipped'])}")
+    if report["not_opened"]:
+        lines.append(f"no DICOM, not opened: {words(report['not_opened'])}")
+    lines.append(f"unreadable: {words(report['unreadable'])}")
+    bad = [p for p in report["problems"] if p["status"] != RejectReason.MISSING_FILE]
+    lines += _names([f"{p['path']}: {p['status']}: {p['message']}" for p in bad])
+    for kind, meaning in (
+        ("missing", "missing, in the manifest only"),
+        ("orphans", "orphaned, in no manifest row"),
+        ("doubles", "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too"),
+        ("unused_missing", "missing, of manifest rows not used"),
+        ("laterality_conflicts", "another eye in the header than in the manifest"),
+    ):
+        lines.append(f"{meaning}: {len(report[kind])}")
+        lines += _names(report[kind])
+    for kind, meaning in (("uid", "the same SOPInstanceUID"), ("pixels", "the same pixel data")):
+        groups = report["duplicates"][kind]
+        checked = kind == "uid" or report["pixel_hash"] != "none"
+        lines.append(f"{meaning}: {f'{len(groups)} groups' if checked else 'not looked for'}")
+        lines += _names([" = ".join(group) for group in groups])
+    read = report["bytes"]
+    share = "" if read["share"] is None else f" = {read['share']:.2%}"
+    lines.append(
+        f"bytes fetched / stored: {read['fetched']} / {read['stored']}{share} (headers {read['header']}, "
+        f"samples {read['sample']}, whole pixel data {read['pixels']}) in {report['requests']} requests"
+    )
+    lines.append(f"only prepare can see: {'; '.join(report['full_pass_only'])}")
+    lines.append(f"verdict: {verdict(report)}, {report['seconds']:.1f} s")
+    return "\n".join(map(shown, lines))
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """One phrase on the whole tree."""
+    if report["unread"]:
+        return f"not finished: {report['unread']} files could not be read"
+    if report["is_fine"]:
+        return f"nothing wrong in the headers of {report['records']} files"
+    return f"something is wrong: {report['ok']} of {report['records']} files are fine by their headers"

@@ -32,9 +32,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 from data_setup.index.candidates import find_candidates
-from data_setup.index.label_maps import localizers, with_label_maps
+from data_setup.index.label_maps import localizers, with_label_maps, with_layers
 from data_setup.index.label_table import compare_labels
-from data_setup.index.layers import with_layers
 from data_setup.index.look import HEADED, OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern, is_nobody, people_of_paths, readings
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     octa = [entry for entry in entries if entry.status == OCTA]
     entries = [entry for entry in entries if entry.status != OCTA]
     if not plug:
-        entries = with_layers(root, out, with_ids_of_folders(entries), options)
+        entries = [with_layers(root, out, entry, options) for entry in with_ids_of_folders(entries)]
         entries = with_label_maps(root, tree.sizes, entries, options)
         _show_readings([entry for entry in entries if entry.is_row and entry.person_source == "path"])
     labels = compare_labels(args.labels, entries, options) if args.labels else []
@@ -124,10 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     octa_lines = [*octa_lines, *localizers(root, entries, options)]
     say(*summarise(root, out, entries, others, written, options, octa_lines, plug, labels))
     return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
-
-
-def _escaped(path: str) -> str:
-    return path.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _show_readings(rows: Sequence[Entry]) -> None:
@@ -200,7 +195,8 @@ def read_tree(
     encoding = sys.getfilesystemencoding()
     text = f"expected a name in {encoding}, found other bytes; rename it"
     text += "" if encoding == "utf-8" else ", or set PYTHONUTF8=1 where names are UTF-8"
-    entries = [Entry(_escaped(path), "name", status=NAME, message=text) for path in unnamed]
+    shown = [path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in unnamed]
+    entries = [Entry(path, "name", status=NAME, message=text) for path in shown]
     with pool_of(workers if len(candidates) > FEW else 0) as pool:
         results = pool.map(reader, candidates, chunksize=8)
         progress = track(results, len(candidates), "index", "files")

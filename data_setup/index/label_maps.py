@@ -1,8 +1,11 @@
-"""Which entries of an index are label maps or masks, and of which scans.
+"""Labels that lie in a tree: label maps or masks of its scans, and the layers that a maker's files hold.
 
 In: the entries of any tree. Out: the same; a label map is no row (status few_grey_levels), and the scan of
 its size under the same name has it in `label_volume`. The name of a file or folder says where to look, and so
 does a file that is packed very small; the voxels decide. `localizers` finds pictures beside B-scans.
+Layers go to surfaces/PATH.surfaces.npz below the tables, for the column label_surfaces. Whether the lines of
+an FDA begin at its first B-scan or at its last is not written in it, and programs differ: the brightness step
+at the first boundary decides, in a few B-scans, as for height maps.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import IO
 
 import numpy as np
 
-from data_setup.index.candidates import IMAGES
+from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
+from data_setup.index.candidates import IMAGES, SURFACES_ENDING
 from data_setup.index.look import OK, Entry
 from data_setup.manifest import unknown_record
-from data_setup.readers.dicom import FEWEST_PLAIN_LEVELS
+from data_setup.readers.dicom import FEWEST_PLAIN_LEVELS, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import moving_columns, ordered_images
+from data_setup.readers.makers import kinds, topcon
+from data_setup.readers.makers.library import Surfaces
 from data_setup.readers.open_record import open_record
 from data_setup.readers.sidecar import Sidecar, read_sidecars, sidecar_urls
 from utils.config.schema import StorageOptions
-from utils.storage import StorageError, join, list_names
+from utils.storage import StorageError, join, list_names, write_bytes
 
 LABEL_MAP = RejectReason.FEW_GREY_LEVELS.value
 _KINDS = ("DICOM", "NIfTI", "NumPy", "MATLAB", "MetaImage", "TIFF", IMAGES)  # labels come in them
@@ -38,6 +45,8 @@ _PACKED = 0.02  # bytes of a gzipped file for each voxel; speckle takes fifty ti
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
 _PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 16, 2, 0.95, 0.45
 _ENDING = re.compile(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", re.IGNORECASE)
+FOLDER = "surfaces"
+_LOOKED_AT = 8  # B-scans that say which way lines run
 
 
 def with_label_maps(
@@ -161,3 +170,48 @@ def _place(entry: Entry) -> str:
 def _left_out(entry: Entry, scan: str | None) -> Entry:
     paired = f"label_volume of {scan}" if scan else "no scan of its name and size: fill label_volume yourself"
     return replace(entry, status=LABEL_MAP, message=f"a label map, and no scan ({paired})")
+
+
+def with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> Entry:
+    """The entry; of a file with layers with the place of their .npz. Raises StorageError."""
+    if not entry.is_row:
+        return entry
+    try:
+        drawn = layers_in(join(root, entry.path), entry.kind, entry.spacing_mm, options)
+    except OCTReadError as error:  # of the layers alone: the volume is read without them
+        return replace(entry, without_labels=f"{error.reason}: {error.detail}")
+    if drawn is None:
+        return entry
+    path = f"{FOLDER}/{entry.path}{SURFACES_ENDING}"
+    write_bytes(join(out, path), drawn.to_bytes(), options)
+    return replace(entry, label_surfaces=f"./{path}")  # ./ is the manifest's folder
+
+
+def layers_in(
+    url: str, kind: str, spacing_mm: tuple[float, float, float] | None, options: StorageOptions
+) -> Surfaces | None:
+    """The layers in a file of a kind, in the order of its frames; None without any. Raises OCTReadError,
+    StorageError.
+    """
+    if kind not in kinds.LAYERED:
+        return None
+    with open_file(kinds.split_part(url)[0], options) as file:
+        drawn = kinds.surfaces(kind, file, url)
+        if drawn is not None and kind == kinds.FDA:
+            return _directed(drawn, file, url, spacing_mm)
+        return drawn
+
+
+def _directed(
+    drawn: Surfaces, file: IO[bytes], url: str, spacing_mm: tuple[float, float, float] | None
+) -> Surfaces:
+    """The same with its lines as the B-scans run; raises OCTReadError no_edge where these do not tell."""
+    first = drawn.heights[0]
+    chosen = np.unique(np.linspace(0, len(first) - 1, _LOOKED_AT).astype(int))
+    frames = np.stack(list(topcon.stored_frames(file, url, set(chosen.tolist()))))
+    spacing = spacing_mm[1] if spacing_mm else np.inf  # of what a YAML still has to say: 1 row
+    steps = [edge_step(frames, rows[chosen], spacing) for rows in (first, first[::-1])]
+    if max(steps) < LEAST_STEP or max(steps) < CLEARER_STEP * min(steps):
+        expected = f"B-scans that get brighter below {drawn.names[0]} one way alone"
+        raise OCTReadError(url, RejectReason.NO_EDGE, expected, f"steps of {steps[0]:.2f} and {steps[1]:.2f}")
+    return drawn if steps[0] > steps[1] else replace(drawn, heights=drawn.heights[:, ::-1])

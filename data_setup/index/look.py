@@ -32,11 +32,7 @@ from utils.storage.ranges import RangeFile
 OK = "ok"
 OCTA = "octa"  # a flow cube or an en-face image: no structural volume, a row of octa.tsv
 # What a cell of the manifest or a YAML repairs: such a row is in the manifest all the same.
-TO_FILL = (
-    RejectReason.MISSING_SPACING.value,
-    RejectReason.UNKNOWN_AXES.value,
-    RejectReason.MISSING_SHAPE.value,
-)
+TO_FILL = (RejectReason.MISSING_SPACING, RejectReason.UNKNOWN_AXES, RejectReason.MISSING_SHAPE)
 UNKNOWN = "unknown"
 XML = "Heidelberg XML"
 WITHOUT_YAML = ("DICOM", XML)
@@ -114,16 +110,8 @@ def _look(
     person, place = candidate.person, candidate.place
     if not person:
         person, place = person_of_path(path, by_folder=kind in HEADED)
-    entry = Entry(
-        path,
-        kind,
-        person_id=person,
-        person_source="path",
-        place=place,
-        path_name=person,
-        laterality=side_of_path(path) or "",
-        files=files or "",
-    )
+    entry = Entry(path, kind, person_id=person, person_source="path", place=place, path_name=person)
+    entry = replace(entry, laterality=side_of_path(path) or "", files=files or "")
     record = replace(unknown_record(join(root, path), path), files=files)
     try:
         entry = _peeked(entry, record, candidate.size, options)
@@ -159,10 +147,7 @@ def _octa(
 
 
 def _peeked(entry: Entry, record: Record, size: int, options: StorageOptions) -> Entry:
-    """What the header says; without the spacing where nothing says it, which no cell gives an XML.
-
-    Raises OCTReadError, StorageError.
-    """
+    """What the header says; without the spacing where nothing says it, which no cell gives an XML."""
     try:
         return _described(entry, peek_record(record, size, options))
     except OCTReadError as error:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from data_setup.index.look import Entry
-from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, slab_of
+from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, slab_of
 from data_setup.tables.text import table_text
 from utils.config.schema import StorageOptions
 from utils.storage import exists, join, write_text
@@ -23,16 +23,9 @@ OTHER = "other"  # than the slabs
 STRUCTURAL = "associated_structural_oct"
 ENFACE_COLUMNS = ("ophthalmic_image_type", "sop_instance_uid", "file_path")
 COLUMNS = (
-    "person_id",
-    "laterality",
-    "kinds",
-    f"{STRUCTURAL}_sop_instance_uid",
-    f"{STRUCTURAL}_file_path",
-    "flow_cube_number_of_frames",
-    "flow_cube_height",
-    "flow_cube_width",
-    "flow_cube_sop_instance_uid",
-    "flow_cube_file_path",
+    *("person_id", "laterality", "kinds", f"{STRUCTURAL}_sop_instance_uid", f"{STRUCTURAL}_file_path"),
+    *("flow_cube_number_of_frames", "flow_cube_height", "flow_cube_width"),
+    *("flow_cube_sop_instance_uid", "flow_cube_file_path"),
     *(f"associated_enface_{n}_{part}" for n in range(1, len(SLABS) + 1) for part in ENFACE_COLUMNS),
 )
 
@@ -69,10 +62,14 @@ def write_octa(
     return [*lines, f"written: {join(out, NAME)}"]
 
 
+def _octa(entry: Entry) -> OctaHeader:
+    assert entry.octa is not None
+    return entry.octa
+
+
 def _source(entry: Entry, volumes: Mapping[str, Entry]) -> str | None:
     """The volume that the header refers to; None for none, and for several."""
-    assert entry.octa is not None
-    named = sorted(entry.octa.references & volumes.keys())
+    named = sorted(_octa(entry).references & volumes.keys())
     return named[0] if len(named) == 1 else None
 
 
@@ -85,15 +82,16 @@ def _row(volume: Entry | None, files: Sequence[Entry]) -> dict[str, str]:
         row[f"{STRUCTURAL}_file_path"] = volume.path
     cubes = [entry for entry in files if entry.kind == FLOW_CUBE]
     for entry in cubes[:1]:
-        assert entry.octa is not None
-        frames, height, width = map(str, entry.octa.shape)
+        frames, height, width = map(str, _octa(entry).shape)
         row |= {"flow_cube_number_of_frames": frames, "flow_cube_height": height, "flow_cube_width": width}
-        row |= {"flow_cube_sop_instance_uid": entry.octa.sop_instance_uid, "flow_cube_file_path": entry.path}
+        row |= {
+            "flow_cube_sop_instance_uid": _octa(entry).sop_instance_uid,
+            "flow_cube_file_path": entry.path,
+        }
     images = _images(files)
     for number, entry in enumerate(images, start=1):
-        assert entry.octa is not None
-        slab = slab_of(entry.octa.image_type) or OTHER  # a header's own words may name somebody
-        cells = (slab, entry.octa.sop_instance_uid, entry.path)
+        slab = slab_of(_octa(entry).image_type) or OTHER  # a header's own words may name somebody
+        cells = (slab, _octa(entry).sop_instance_uid, entry.path)
         for part, text in zip(ENFACE_COLUMNS, cells, strict=True):
             row[f"associated_enface_{number}_{part}"] = text
     row["kinds"] = ", ".join([FLOW_CUBE] * bool(cubes) + [f"{EN_FACE} {len(images)}"] * bool(images))
@@ -102,16 +100,9 @@ def _row(volume: Entry | None, files: Sequence[Entry]) -> dict[str, str]:
 
 def _images(files: Sequence[Entry]) -> list[Entry]:
     """The first en-face image of each slab from the vitreous down, then those of no known slab."""
-    images = [entry for entry in files if entry.kind == EN_FACE]
-    by_slab: dict[str, Entry] = {}
-    others = []
-    for entry in images:
-        assert entry.octa is not None
-        slab = slab_of(entry.octa.image_type)
-        if slab is None:
-            others.append(entry)
-        else:
-            by_slab.setdefault(slab, entry)
+    images = [(slab_of(_octa(entry).image_type), entry) for entry in files if entry.kind == EN_FACE]
+    by_slab = dict(reversed(images))  # of a slab the first
+    others = [entry for slab, entry in images if slab is None]
     return [*(by_slab[slab] for slab in SLABS if slab in by_slab), *others][: len(SLABS)]
 
 

@@ -16,12 +16,11 @@ from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.store.summary import by_frequency, next_step, words
-from data_setup.tables.splits import seeded_split, shortfalls
+from data_setup.tables.splits import FEW_PEOPLE, seeded_split, shortfalls
 from utils.config.schema import StorageOptions
 from utils.storage import join
 
 NAMES = 3  # examples of a line
-FEW_PEOPLE = 50  # below, a side of the split may have nobody by the hash: 0.9^50 is 0.5 %
 # for a machine with an accelerator, and for one without
 CONFIGS = {True: "configs/pretrain_oct_vjepa2.yaml", False: "configs/smoke_test.yaml"}
 ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
@@ -305,17 +304,9 @@ def _next(
     if plug and any(entry.label_volume or entry.label_surfaces for entry in rows):
         lines.append(f"then: {shlex.join([*command, '--labels'])}")
     for task in plug.tasks if plug else ():
-        command = [
-            "python",
-            "-m",
-            "finetuning.train",
-            "--config",
-            task.config,
-            "model.checkpoint=RUN",
-            *places,
-        ]
-        changes = [text.replace("{out}", out) for text in task.overrides]
-        lines.append(f"then: {shlex.join([*command, *changes])}")
+        changes = ["model.checkpoint=RUN", *places, *(text.replace("{out}", out) for text in task.overrides)]
+        command = ["python", "-m", "finetuning.train", "--config", task.config, *changes]
+        lines.append(f"then: {shlex.join(command)}")
     return lines
 
 

@@ -36,22 +36,6 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import exists, join, read_text, write_bytes
 
-MANIFEST_COLUMNS = (
-    "person_id",
-    "filepath",
-    "kind",
-    "device",
-    "protocol",
-    "anatomic_region",
-    "laterality",
-    "number_of_frames",
-    "height",
-    "width",
-    "spacing_mm",
-    "d_order",
-    "files",
-    "sop_instance_uid",
-)
 OPTIONAL_COLUMNS = ("volume_yaml", "label_volume", "label_surfaces")  # where any entry has them
 PEOPLE_COLUMNS = ("person_id", "study_group", "clinical_site", "age")
 LEFT_OUT_COLUMNS = ("filepath", "kind", "reason", "message")
@@ -154,7 +138,7 @@ def _manifest(
     written: Written,
 ) -> tuple[list[str], list[Row]]:
     optional = [name for name in OPTIONAL_COLUMNS if any(getattr(entry, name) for entry in entries)]
-    usual = (*MANIFEST_COLUMNS, *optional)
+    usual = (*manifest_row(Entry("", "")), *optional)
     columns, kept = _read(join(out, "manifest.tsv"), ("filepath",), usual, options)
     by_path = {path_of(row["filepath"]): row for row in kept}
     _hand_over(by_path, entries, present, written)
@@ -189,11 +173,7 @@ def _hand_over(
     present: Collection[str | None],
     written: Written,
 ) -> None:
-    """Give the row of a file that is gone, so its person and edits, to the same scan at another path.
-
-    It is the same where no other file and no other row has its SOPInstanceUID, and the header has its shape;
-    without a UID where none other has its name, kind, shape and spacing.
-    """
+    """Give the row of a file that is gone, with its edits, to the only file that is the same scan."""
     keys = [_scan_key(manifest_row(entry)) for entry in entries]
     entries_of = Counter(keys)
     rows = [(_scan_key(row, entries_of), path, row) for path, row in by_path.items()]
@@ -270,11 +250,9 @@ def _people(
     url = join(out, "participants.tsv")
     fresh = _rows_of_people(entries, written, is_set)
     names = sorted({name for row in fresh.values() for name in row} - {"recommended_split"})
-    has_eyes, has_splits = (
-        any(side for _, side in fresh),
-        any("recommended_split" in r for r in fresh.values()),
-    )
-    of_set = ("person_id", *["laterality"] * has_eyes, *["recommended_split"] * has_splits, *names)
+    eyes = ["laterality"] * any(side for _, side in fresh)
+    splits = ["recommended_split"] * any("recommended_split" in row for row in fresh.values())
+    of_set = ("person_id", *eyes, *splits, *names)
     columns, kept = _read(url, (), of_set if is_set else PEOPLE_COLUMNS, options)
     id_column = next(name for name in PERSON_COLUMNS if name in columns)
     known = {*twin_ids(row[id_column] for row in kept), *written.people}
@@ -301,10 +279,7 @@ def _people(
 def _rows_of_people(
     entries: Sequence[Entry], written: Written, is_set: bool
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """(person, eye) -> facts; the eye is empty but in a set, and so is a fact on which two files differ.
-
-    Raises UserError where two volumes of a set say different things, or one person is in two splits.
-    """
+    """(person, eye) -> facts; the eye is empty but in a set, and so is a fact on which two files differ."""
     rows: dict[tuple[str, str], dict[str, str]] = {}
     splits: dict[str, str] = {}
     for entry in entries:

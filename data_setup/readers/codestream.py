@@ -10,15 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from pydicom.uid import (
-    UID,
-    JPEG2000TransferSyntaxes,
-    JPEGBaseline8Bit,
-    JPEGExtended12Bit,
-    JPEGLSTransferSyntaxes,
-    JPEGTransferSyntaxes,
-    RLELossless,
-)
+from pydicom import uid
 
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults, number
 
@@ -41,16 +33,16 @@ def is_complete(data: bytes) -> bool:
     return data.rstrip(PADDING).endswith(b"\xff\xd9")
 
 
-def check_codestream(data: bytes, syntax: UID, size: tuple[int, int, int], where: str, url: str) -> bytes:
+def check_codestream(data: bytes, syntax: uid.UID, size: tuple[int, int, int], where: str, url: str) -> bytes:
     """One frame's codestream without padding and without its JP2 wrapper, whose boxes are not checked.
 
     Raises OCTReadError when it is cut, not of `size` (rows, columns, samples), or too much work for it.
     """
-    is_j2k = syntax in JPEG2000TransferSyntaxes
-    if syntax == RLELossless:
+    is_j2k = syntax in uid.JPEG2000TransferSyntaxes
+    if syntax == uid.RLELossless:
         with named_faults(url, RejectReason.CORRUPT_PIXEL_DATA, f"run-length segments in {where}"):
             return _rle_without_padding(data, size[0] * size[1])
-    if not is_j2k and syntax not in JPEGTransferSyntaxes and syntax not in JPEGLSTransferSyntaxes:
+    if not is_j2k and syntax not in uid.JPEGTransferSyntaxes and syntax not in uid.JPEGLSTransferSyntaxes:
         return data
     if not is_complete(data):
         actual = f"{where} of {len(data)} bytes without one"
@@ -74,7 +66,8 @@ def check_codestream(data: bytes, syntax: UID, size: tuple[int, int, int], where
     wrong = {
         "as many tiles as fit into its bytes": tiles * _TILE_PART_BYTES > len(data),
         "as many packets as fit into its bytes": packets > len(data),
-        "a sequential JPEG": syntax in (JPEGBaseline8Bit, JPEGExtended12Bit) and kind not in _SEQUENTIAL,
+        "a sequential JPEG": syntax in (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit)
+        and kind not in _SEQUENTIAL,
         "a scan for each sample at most": scans > size[2],
     }
     for expected in (rule for rule, is_wrong in wrong.items() if is_wrong):

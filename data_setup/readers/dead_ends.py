@@ -35,11 +35,8 @@ _SUSPECTS = (  # what a scrambled or wrapped file is rejected for, before anybod
     RejectReason.FRAME_COUNT_MISMATCH,
 )
 _UNREADABLE = (
-    RejectReason.NOT_DICOM,
-    RejectReason.WRONG_KIND,
-    RejectReason.CORRUPT_FILE,
-    RejectReason.UNSUPPORTED_FORMAT,
-    RejectReason.MISSING_SHAPE,
+    *(RejectReason.NOT_DICOM, RejectReason.WRONG_KIND, RejectReason.CORRUPT_FILE),
+    *(RejectReason.UNSUPPORTED_FORMAT, RejectReason.MISSING_SHAPE),
 )
 _LFS, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _RAW = "1.2.840.10008.5.1.4.1.1.66"

@@ -42,40 +42,16 @@ _ROUNDING = 1e-4  # of the range of values
 FEWEST_LEVELS = 64  # 12 bits in 16 leave 17, 13 leave 33
 FEWEST_PLAIN_LEVELS = 32  # of 8 bits in a file that is no DICOM: a label map or a mask has fewer
 OPT_SOP_CLASS = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
-PIXEL_TAGS = [
-    "SamplesPerPixel",
-    "PhotometricInterpretation",
-    "PlanarConfiguration",
-    "NumberOfFrames",
-    "Rows",
-    "Columns",
-    "BitsAllocated",
-    "BitsStored",
-    "HighBit",
-    "PixelRepresentation",
-]
+PIXEL_TAGS = ["SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames", "Rows"]
+PIXEL_TAGS += ["Columns", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation"]
 _PADDING = ("PixelPaddingValue", "PixelPaddingRangeLimit")
 _RESCALE = ("RescaleSlope", "RescaleIntercept")
 # The allow-list: pydicom skips every other root attribute. The items of the two functional group sequences
 # come whole; only geometry.py, _rescale and laterality_of take values out of them.
-_VOLUME_TAGS = [
-    *PIXEL_TAGS,
-    "SOPClassUID",
-    "SOPInstanceUID",
-    "ManufacturerModelName",
-    "ProtocolName",
-    "ImageLaterality",
-    "Laterality",
-    "PixelSpacing",
-    "SliceThickness",
-    "SpacingBetweenSlices",
-    *PART_TAGS,
-    *_RESCALE,
-    *_PADDING,
-    "ModalityLUTSequence",
-    "SharedFunctionalGroupsSequence",
-    "PerFrameFunctionalGroupsSequence",
-]
+_VOLUME_TAGS = [*PIXEL_TAGS, *PART_TAGS, *_RESCALE, *_PADDING, "ModalityLUTSequence"]
+_VOLUME_TAGS += ["SOPClassUID", "SOPInstanceUID", "ManufacturerModelName", "ProtocolName", "ImageLaterality"]
+_VOLUME_TAGS += ["Laterality", "PixelSpacing", "SliceThickness", "SpacingBetweenSlices"]
+_VOLUME_TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
 _GREY = ("MONOCHROME1", "MONOCHROME2")
 _PHOTOMETRIC = (*_GREY, "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT", "XYB")
 

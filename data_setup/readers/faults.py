@@ -97,17 +97,8 @@ class UnboundedReadError(Exception):
 # What pydicom and its codecs raise for damaged bytes. LookupError covers KeyError and IndexError, ValueError
 # bad numbers and text, RuntimeError recursion and "no plugin decoded it".
 _LIBRARY_ERRORS = (
-    InvalidDicomError,
-    BytesLengthException,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    RuntimeError,
-    EOFError,
-    struct.error,
-    zlib.error,
+    *(InvalidDicomError, BytesLengthException, struct.error, zlib.error, EOFError),
+    *(AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError),
 )
 
 

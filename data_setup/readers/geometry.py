@@ -363,9 +363,7 @@ def _spacing(
 
 
 def _stated(raw: RawGeometry, name: str, url: str) -> tuple[str, float] | None:
-    """(level, length in mm) of the first level of the header that states it; a value of only some frames is
-    no statement. Raises not_a_volume for frames that differ, header_mismatch for levels that do.
-    """
+    """(level, length in mm) of the first level of the header that states it, for all frames if for any."""
     in_frames = [value for m in raw.per_frame if (value := getattr(m, name)) is not None]
     if in_frames and not np.allclose(in_frames, in_frames[0], rtol=_AGREE, atol=0, equal_nan=True):
         actual = f"{name} spacing {' .. '.join(number(f(in_frames), _SHOWN_MM) for f in (min, max))} mm"

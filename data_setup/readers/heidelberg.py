@@ -71,19 +71,8 @@ def read_xml(url: str, options: StorageOptions | None) -> Iterator[Any]:
     measured = check_geometry(raw, shape, None, None, url)
     urls = [join(_folder(url), files[index]) for index in measured.order or range(len(scans))]
     first = next(iter_images(urls, url, options))
-    header = make_header(
-        url,
-        "Heidelberg XML",
-        shape,
-        first.dtype,
-        (measured.spacing_mm, measured.spacing_source),
-        Sidecar(),
-        flip_d=measured.flip_d,
-        orientation_source=measured.orientation_source,
-        laterality=export.laterality,
-        device=DEVICE,
-        order=measured.order,
-    )
+    side, dtype, none = export.laterality, first.dtype, Sidecar()
+    header = make_header(url, "Heidelberg XML", shape, dtype, measured, none, laterality=side, device=DEVICE)
     yield header
     yield from checked_frames(iter_images(urls, url, options), header)
 
@@ -98,7 +87,7 @@ def read_export(url: str, options: StorageOptions | None) -> Export:
     data = read_bytes(url, options)
     if len(data) > MAX_XML_BYTES:
         raise OCTReadError(url, RejectReason.CORRUPT_FILE, f"up to {MAX_XML_BYTES} bytes of XML", len(data))
-    # No entities, no external files: an export has none, and an attack needs them.
+    # No entities, no external files: an attack needs them.
     with reading(url, RejectReason.CORRUPT_FILE, "XML without entities"):
         root = ElementTree.fromstring(data)
     if root.tag not in _ROOTS:
@@ -202,11 +191,7 @@ def _folder(url: str) -> str:
 
 
 def _files(export: Export, url: str, options: StorageOptions | None) -> list[str]:
-    """The image of each B-scan, relative to the XML's folder: beside it, or in one folder below it.
-
-    Raises OCTReadError: frame_count_mismatch where images are missing; not_a_volume where two folders, or two
-    sets of one folder, have them all.
-    """
+    """The image of each B-scan, relative to the XML's folder: beside it, or in one folder below it."""
     names = list_names(_folder(url), options)
     has_names = all(s.file for s in export.scans)
     if not has_names and any(s.number is None for s in export.scans):

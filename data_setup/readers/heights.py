@@ -27,53 +27,21 @@ import numpy as np
 import pydicom
 from pydicom.dataset import Dataset
 
-from data_setup.readers.dicom import OPT_SOP_CLASS, open_file
+from data_setup.readers.dicom import OPT_SOP_CLASS, open_file, read_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults, number
 from data_setup.readers.pixels import BoundedFile
 from utils.config.schema import StorageOptions
 
 HEIGHT_MAP_CLASS = "1.2.840.10008.5.1.4.1.1.66.8"
 _PLACEHOLDER_CLASS = re.compile(r"1\.2\.840\.10008\.5\.1\.4\.x+\.1", re.IGNORECASE)
-INVALID_UP_TO = {  # no row of a scan is so low
-    "heidelberg_spectralis": -0.5,
-    "topcon_maestro2": -0.5,
-    "topcon_triton": -0.5,
-    "zeiss_cirrus": 0.5,
-}
-NUM_SURFACES = {
-    "heidelberg_spectralis": 11,
-    "topcon_maestro2": 9,
-    "topcon_triton": 10,
-    "zeiss_cirrus": 2,
-}
+NUM_SURFACES = {"heidelberg_spectralis": 11, "topcon_maestro2": 9, "topcon_triton": 10, "zeiss_cirrus": 2}
+INVALID_UP_TO = dict.fromkeys(NUM_SURFACES, -0.5) | {"zeiss_cirrus": 0.5}  # no row of a scan is so low
 MAX_SURFACES = max(NUM_SURFACES.values())
-# labels that the devices write, by depth; names of one line mean the same boundary
-DEPTH_OF_LABEL = {
-    label: depth
-    for depth, labels in enumerate(
-        (
-            ("ILM",),
-            ("RNFL", "RNFL/GCL"),
-            ("GCL",),
-            ("IPL", "IPL/INL"),
-            ("INL",),
-            ("OPL",),
-            ("ELM",),
-            ("PR1", "IS/OS"),
-            ("PR2", "OS/RPE"),
-            ("RPE",),
-            ("BM",),
-            ("CSI",),
-        )
-    )
-    for label in labels
-}
-PLACEHOLDER, REORDERED, UNLABELLED, UNORDERED = (
-    "placeholder_class",
-    "labels_in_another_order",
-    "no_labels",
-    "frames_not_by_depth",
-)
+# labels that the devices write, by depth; several names mean the same boundary
+_BY_DEPTH = "ILM RNFL=RNFL/GCL GCL IPL=IPL/INL INL OPL ELM PR1=IS/OS PR2=OS/RPE RPE BM CSI"
+DEPTH_OF_LABEL = {label: d for d, labels in enumerate(_BY_DEPTH.split()) for label in labels.split("=")}
+PLACEHOLDER, REORDERED = "placeholder_class", "labels_in_another_order"
+UNLABELLED, UNORDERED = "no_labels", "frames_not_by_depth"
 _TAGS = ["SOPClassUID", "NumberOfFrames", "Rows", "Columns", "SegmentSequence", "FloatPixelPaddingValue"]
 _TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence", "ReferencedSeriesSequence"]
 _FLOAT_PIXELS = (0x7FE0, 0x0008)
@@ -147,10 +115,9 @@ def _read(url: str, expected_count: int | None, options: StorageOptions | None) 
 
 def _header(file: BoundedFile, url: str) -> Dataset:
     """The attributes of _TAGS; leaves the file at its pixel data. Raises not_dicom, not_height_map."""
+    ds = read_dataset(file, _TAGS, url)
     with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
-        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
-        sop_class = str(ds.get("SOPClassUID") or "")
-        syntax = ds.file_meta.TransferSyntaxUID
+        sop_class, syntax = str(ds.get("SOPClassUID") or ""), ds.file_meta.TransferSyntaxUID
         is_plain = not syntax.is_encapsulated and not syntax.is_deflated and syntax.is_little_endian
     if sop_class != HEIGHT_MAP_CLASS and not _PLACEHOLDER_CLASS.fullmatch(sop_class):
         actual = pydicom.uid.UID(sop_class).name if sop_class in pydicom.uid.UID_dictionary else "another"
@@ -201,10 +168,7 @@ def _float_pixels(file: BoundedFile, ds: Dataset, shape: tuple[int, int, int], u
 
 
 def _by_depth(values: np.ndarray, labels: list[str]) -> tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]:
-    """(surfaces from the vitreous down, their names, notes).
-
-    Depth is the median height over the A-scans where every surface has one, else over its own.
-    """
+    """(surfaces from the vitreous down, names, notes) by their medians where all of them have a height."""
     notes = []
     everywhere = ~np.isnan(values).any(axis=0)
     chosen = everywhere if everywhere.any() else np.ones_like(everywhere)

@@ -124,10 +124,7 @@ def differing_numbers(names: Sequence[str]) -> list[int] | None:
 
 
 def iter_images(
-    urls: Sequence[str],
-    url: str,
-    options: StorageOptions | None,
-    columns: tuple[float, float] | None = None,
+    urls: Sequence[str], url: str, options: StorageOptions | None, columns: tuple[float, float] | None = None
 ) -> Iterator[np.ndarray]:
     """Stored values [H, W] of each image, or of `columns`, a share of its width; `url` is the volume's."""
     turns: set[int] = set()
@@ -231,11 +228,7 @@ def count_pages(file: IO[bytes], url: str) -> int:
 
 
 def _count_pages(tiff: TiffFile) -> int:
-    """The number of pages; raises IndexError, ValueError or struct.error for a cut chain or one with a loop.
-
-    tifffile and Pillow end the chain at a link that leads past the end of the file: the B-scans behind it
-    would be lost in silence.
-    """
+    """The number of pages; raises for a cut chain, which tifffile and Pillow take for its end, and a loop."""
     offsets, last = set(), tiff.pages.first.offset
     for page in tiff.pages:
         last = page.offset
@@ -283,11 +276,7 @@ def _slices_behind(file: IO[bytes], tiff: TiffFile, count: int, url: str) -> Ite
 def _tiff_spacing(
     tiff: TiffFile, size: tuple[int, ...], url: str
 ) -> tuple[list[float] | None, str, int | None]:
-    """((D, H, W) mm or None, source or why there is none, number of B-scans in the metadata).
-
-    `size`: pages, rows and columns of the file. Raises OCTReadError where the metadata say that the pages are
-    not the B-scans of one volume in order; a spacing in a YAML does not change that.
-    """
+    """((D, H, W) mm or None, source or why there is none, number of B-scans in the metadata)."""
     if tiff.imagej_metadata is not None:
         return _imagej_spacing(tiff.imagej_metadata, tiff.pages.first.tags, url)
     text = tiff.pages.first.description

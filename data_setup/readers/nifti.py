@@ -217,8 +217,7 @@ def _axes(hdr: Any, sidecar: Sidecar, url: str) -> tuple[list[int], list[int], b
 
 
 def _is_sheared(form: np.ndarray) -> bool:
-    """Whether two axes [3, 3] are not at right angles: B-scans would be shifted against each other, and a
-    slanted step is longer than the distance between them."""
+    """Whether two axes [3, 3] are not at right angles: B-scans would be shifted against each other."""
     cosine = _cosines(form)
     return cosine is not None and bool(np.abs(np.triu(cosine.T @ cosine, 1)).max() > _SQUARE)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME, DEVICES
-from data_setup.readers import arrays, dicom, heidelberg, images, metaimage, nifti
+from data_setup.readers import arrays, dicom, heidelberg, images, nifti
 from data_setup.readers.dead_ends import explained
 from data_setup.readers.dicom import OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
@@ -39,10 +39,8 @@ from utils.workers import in_threads
 
 _SUFFIXES = {
     ".dcm": "DICOM",
-    ".nii": "NIfTI",
-    ".nii.gz": "NIfTI",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
+    **dict.fromkeys((".nii", ".nii.gz"), "NIfTI"),
+    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
     ".xml": "Heidelberg XML",
     ".e2e": kinds.E2E,
     ".vol": kinds.VOL,
@@ -51,14 +49,9 @@ _SUFFIXES = {
     ".img": kinds.IMG,
     ".oct": "Optovue or Bioptigen OCT",
     ".mat": "MATLAB",
-    ".mhd": "MetaImage",
-    ".mha": "MetaImage",
-    ".npy": "NumPy",
-    ".npz": "NumPy",
-    ".png": "a single image",
-    ".bmp": "a single image",
-    ".jpg": "a single image",
-    ".jpeg": "a single image",
+    **dict.fromkeys((".mhd", ".mha"), "MetaImage"),
+    **dict.fromkeys((".npy", ".npz"), "NumPy"),
+    **dict.fromkeys((".png", ".bmp", ".jpg", ".jpeg"), "a single image"),
 }
 _OPENABLE = "a kind that can be opened: export it as DICOM or XML from the maker's software"
 _ADVICE = {  # kinds that are not looked into: what a user can do
@@ -70,7 +63,7 @@ _READERS: dict[str, Callable[[IO[bytes], str, Sidecar, StorageOptions | None], I
     "TIFF": lambda file, url, sidecar, options: images.read_tiff(file, url, sidecar),
     "MATLAB": lambda file, url, sidecar, options: arrays.read(file, url, sidecar),
     "NumPy": lambda file, url, sidecar, options: arrays.read(file, url, sidecar),
-    "MetaImage": metaimage.read,
+    "MetaImage": arrays.read_metaimage,
 }
 _SORTED = ("DICOM", "Heidelberg XML", kinds.VOL)  # kinds that say where each B-scan lies
 _TURNED = ("NIfTI", "MATLAB", "NumPy", "MetaImage")  # kinds that say which way an axis of their array runs
@@ -193,7 +186,7 @@ def source_stat(record: Record, options: StorageOptions | None = None) -> Object
         urls += sidecar_urls(urls[0], record.path, False)
         if kind == "MetaImage":
             with suppress(OCTReadError), open_file(url, options) as file:
-                urls.append(metaimage.data_url(url, metaimage.read_header(file, url)))
+                urls.append(arrays.data_url(url, arrays.read_metaimage_header(file, url)))
     first = storage.stat(urls[0], options)
     others = in_threads(lambda u: _stat_or_none(u, options), urls[1:])
     stats = [(u, s) for u, s in zip(urls, [first, *others], strict=True) if s is not None]

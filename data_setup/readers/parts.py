@@ -20,11 +20,8 @@ from data_setup.readers.faults import OCTReadError, RejectReason, number
 from data_setup.readers.geometry import first, numbers
 
 _OF_CONCATENATION = (
-    "ConcatenationUID",
-    "InConcatenationNumber",
-    "InConcatenationTotalNumber",
-    "ConcatenationFrameOffsetNumber",
-    "SOPInstanceUIDOfConcatenationSource",
+    *("ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber"),
+    *("ConcatenationFrameOffsetNumber", "SOPInstanceUIDOfConcatenationSource"),
 )
 _OF_TIME = ("TemporalPositionIndex", "TemporalPositionIdentifier", "NumberOfTemporalPositions")
 _OFFSET = "TemporalPositionTimeOffset"
@@ -38,13 +35,8 @@ _SEQUENCES = (  # of the functional groups, in which these attributes may stand
 _NUMBER = "InStackPositionNumber"
 _STACK = "StackID"
 _PLACES = (
-    _NUMBER,
-    "ImagePositionPatient",
-    "PlanePositionSequence",
-    "ReferenceCoordinates",
-    "OphthalmicFrameLocationSequence",
-    "ImagePositionVolume",
-    "PlanePositionVolumeSequence",
+    *(_NUMBER, "ImagePositionPatient", "PlanePositionSequence", "ReferenceCoordinates"),
+    *("OphthalmicFrameLocationSequence", "ImagePositionVolume", "PlanePositionVolumeSequence"),
 )
 
 

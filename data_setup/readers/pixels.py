@@ -21,13 +21,7 @@ from pydicom.pixels import get_decoder
 from pydicom.uid import UID, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, UID_dictionary
 
 from data_setup.readers.codestream import PADDING, TAIL_BYTES, check_codestream, is_complete
-from data_setup.readers.faults import (
-    OCTReadError,
-    RejectReason,
-    UnboundedReadError,
-    named_faults,
-    number,
-)
+from data_setup.readers.faults import OCTReadError, RejectReason, UnboundedReadError, named_faults, number
 
 MAX_FRAME_BYTES = 2**30  # no OCT frame is near this; a header that claims more is wrong
 # A codec needs 20 times a frame's bytes. A frame above 8 MiB with more than this many times the bytes of its

@@ -28,7 +28,7 @@ from tifffile import TiffFileError
 
 from data_setup.readers.dicom import OCTHeader, grey_frames
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
-from data_setup.readers.geometry import check_plausible
+from data_setup.readers.geometry import Geometry, check_plausible
 from data_setup.readers.pixels import MAX_RATIO, PLAUSIBLE_VOLUME_BYTES
 from data_setup.tables.text import D_ORDERS, SIDES
 from utils.config.schema import StorageOptions
@@ -38,17 +38,9 @@ from utils.storage import StorageNotFoundError, join, read_bytes
 FOLDER_SIDECAR = "volume.yaml"
 MAX_SIDECAR_BYTES = 2**16
 MAX_VOLUME_BYTES = 2**32  # no OCT volume is near this; a header that claims more is wrong
-_LIBRARY_ERRORS = (
-    zlib.error,
-    SyntaxError,  # what XML and PNG parsers raise
-    yaml.YAMLError,
-    HeaderDataError,
-    WrapStructError,
-    MatReadError,
-    zipfile.BadZipFile,
-    TiffFileError,  # no ValueError in older versions
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
+_LIBRARY_ERRORS = (  # SyntaxError is what XML and PNG parsers raise
+    *(SyntaxError, zlib.error, zipfile.BadZipFile, yaml.YAMLError, HeaderDataError, WrapStructError),
+    *(MatReadError, TiffFileError, Image.DecompressionBombError, Image.DecompressionBombWarning),
 )
 Triple = tuple[float, float, float]
 
@@ -220,7 +212,7 @@ def make_header(
     kind: str,
     shape: tuple[int, int, int],
     dtype: np.dtype,
-    spacing: tuple[Iterable[float] | None, str],
+    spacing: tuple[Iterable[float] | None, str] | Geometry,
     sidecar: Sidecar,
     *,
     flip_d: bool = False,
@@ -228,15 +220,19 @@ def make_header(
     scale: tuple[float, float] = (1.0, 0.0),
     laterality: str | None = None,
     device: str | None = None,
-    order: tuple[int, ...] | None = None,
     steps_hw: Sequence[int] = (1, 1),
 ) -> OCTHeader:
     """The header of an imported volume; the values of the sidecar go before the given ones.
 
-    `spacing`: (D, H, W) in mm and its source, or None and why there is none. Raises OCTReadError:
+    `spacing`: (D, H, W) in mm and its source, or None and why there is none; or all that the places of the
+    B-scans say. Raises OCTReadError:
     missing_spacing, implausible_spacing, not_a_volume, frame_count_mismatch, unsupported_pixels (float,
     signed or scaled data without value_range).
     """
+    order = None
+    if isinstance(spacing, Geometry):
+        order, flip_d, orientation_source = spacing.order, spacing.flip_d, spacing.orientation_source
+        spacing = spacing.spacing_mm, spacing.spacing_source
     spacing_mm, source = (sidecar.spacing_mm, "sidecar") if sidecar.spacing_mm else spacing
     if spacing_mm is None and sidecar.listed_spacing_mm is not None:
         spacing_mm, source = sidecar.listed_spacing_mm, "manifest"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any
 
 from data_setup.tables.splits import seeded_split
 from data_setup.tables.text import (
@@ -27,6 +27,7 @@ from utils.errors import UserError
 from utils.storage import StorageNotFoundError
 
 SPLITS = ("train", "val", "test")
+FACTS = ("study_group", "clinical_site", "age")  # of a person
 RECOMMENDED, SEEDED = "recommended_split", "seeded_70_10_20"  # where the splits come from
 TREE = ("retinal_oct", "structural_oct")  # the folders of AI-READI
 
@@ -93,18 +94,11 @@ def of_eye(eyes: Mapping[str, Participant], side: str) -> Participant | None:
     if known or not eyes:
         return known
     rows = list(eyes.values())
-    groups, sites, ages = (
-        {r.study_group for r in rows},
-        {r.clinical_site for r in rows},
-        {r.age for r in rows},
-    )
-    return Participant(rows[0].split, _only(groups), _only(sites), _only(ages))
+    facts = {name: _only({getattr(row, name) for row in rows}) for name in FACTS}
+    return Participant(rows[0].split, **facts)
 
 
-_T = TypeVar("_T")
-
-
-def _only(values: Collection[_T | None]) -> _T | None:
+def _only(values: Collection[Any]) -> Any:
     """The value that all share; None where they differ."""
     return next(iter(values)) if len(values) == 1 else None
 

@@ -162,9 +162,7 @@ def read_cells(
 
 
 def _below_title(lines: Iterable[list[str]]) -> int:
-    """How many lines stand above the header: those with nothing after their first cell, where a line has
-    more.
-    """
+    """How many lines stand above the header: those with nothing after their first cell."""
     wide = (place for place, line in enumerate(lines) if any(cell.strip() for cell in line[1:]))
     return next(wide, 0)
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from data_setup.index.layers import layers_in
+from data_setup.index.label_maps import layers_in
 from data_setup.jobs import acquisition
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError

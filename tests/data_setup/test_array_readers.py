@@ -17,6 +17,7 @@ from data_setup.manifest import Record
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import open_record, peek_record, source_stat
+from tests.data_setup.importers import reading
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_images
 from utils.config.schema import StorageOptions
@@ -26,10 +27,7 @@ VOXELS = speckle(6, 20, 16)  # [D, H, W]
 
 
 def record(path: Path, yaml: str = "", **more: Any) -> Record:
-    facts: dict[str, Any] = dict.fromkeys(("shape", "study_group", "clinical_site", "age"))
-    facts |= {"person_id": "1", "device": "d", "protocol": "p", "region": "r", "laterality": "unknown"}
-    facts |= {"sop_instance_uid": "", "split": "train", "spacing_mm": SPACING}
-    return Record(path=path.name, url=str(path), volume_yaml=yaml or None, **facts | more)
+    return reading.record(path, **{"spacing_mm": SPACING, "volume_yaml": yaml or None} | more)
 
 
 def read(path: Path, yaml: str = "", **more: Any) -> tuple[OCTHeader, np.ndarray]:

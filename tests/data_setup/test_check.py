@@ -15,9 +15,8 @@ import pytest
 from pydicom.dataset import FileDataset
 
 from data_setup import prepare
-from data_setup.check import report as check_report
 from data_setup.check import tree as check
-from data_setup.check.report import Finding
+from data_setup.check.tree import Finding
 from data_setup.phantom import cli as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy
@@ -59,16 +58,7 @@ class Eye:
 
 
 def write_tree(root: Path, eyes: list[Eye]) -> Path:
-    columns = (
-        "person_id",
-        "laterality",
-        "height",
-        "width",
-        "number_of_frames",
-        "sop_instance_uid",
-        "filepath",
-    )
-    lines = ["\t".join(columns)]
+    lines = ["person_id\tlaterality\theight\twidth\tnumber_of_frames\tsop_instance_uid\tfilepath"]
     for eye in eyes:
 
         def edit(ds: FileDataset, eye: Eye = eye) -> None:
@@ -191,7 +181,7 @@ def test_what_contradicts_and_what_is_there_twice(tmp_path: Path) -> None:
     _, none = run(root, tmp_path, "--pixel-hash", "none")
     assert none["duplicates"]["pixels"] == []
     assert none["bytes"]["sample"] == none["bytes"]["pixels"] == 0
-    assert "the same pixel data: not looked for" in check_report.table(none)
+    assert "the same pixel data: not looked for" in check.table(none)
     _, every = run(root, tmp_path, "--pixel-hash", "all")
     assert every["duplicates"]["pixels"] == report["duplicates"]["pixels"]
     assert every["bytes"]["pixels"] == 5 * voxels + 32 * 200 * 202
@@ -209,11 +199,8 @@ def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.C
     pair = [GOOD[1].path, twice.path]
     assert report["duplicates"] == {"uid": [pair], "pixels": [pair]}
     output = capsys.readouterr().out
-    assert (
-        "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too: 1\n    "
-        + twice.path
-        in output
-    )
+    doubles = "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too: 1\n    "
+    assert doubles + twice.path in output
     assert "something is wrong" in output
 
     write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID
@@ -281,7 +268,7 @@ def test_a_long_header_is_read_to_its_end_and_no_further(tmp_path: Path) -> None
     assert report["by_device"]["topcon_triton"]["shape"] == {"1500 x 20 x 20": 1}
     assert report["requests"] >= 2
     assert check.HEAD_BYTES < header < report["bytes"]["fetched"] <= 2 * header
-    assert "orientation from: assumed 1" in check_report.table(report)
+    assert "orientation from: assumed 1" in check.table(report)
 
 
 def set_uid(ds: FileDataset) -> None:
@@ -312,7 +299,7 @@ def test_every_cut_of_a_file_has_a_name(good: Path) -> None:
         assert finding.status in set(RejectReason), (size, finding)
     storage.write_bytes(url, data)
     finding = check.read_finding(Finding(eye.path, url, size=len(data)), StorageOptions())
-    assert finding.status == check_report.OK
+    assert finding.status == check.OK
 
 
 # ---- in a bucket

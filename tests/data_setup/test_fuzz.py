@@ -163,10 +163,7 @@ def hidden(stream: bytes) -> bytes:
     ],
 )
 def test_no_codec_sees_a_header_with_more_planes_or_tiles_than_the_frame(
-    tmp_path: Path,
-    change: Callable[[bytes], bytes],
-    reason: RejectReason,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, change: Callable[[bytes], bytes], reason: RejectReason, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_opt(tmp_path, speckle(3), syntax=JPEG2000Lossless, edit=edited(change))
     decoder = "pydicom.pixels.decoders.base.Decoder.as_array"

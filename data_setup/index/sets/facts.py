@@ -23,6 +23,8 @@ MARKS = {
     "r": "the set's own README or paper",
     "n/v": "not verified: look before you rely on it",
 }
+PROBE = "configs/cls_linear_probe.yaml"
+OF_VOLUMES = ("task.labels_path={out}/labels.tsv", "task.unit=volume")  # where a task's labels are of visits
 Shape = tuple[int, int, int]
 Triple = tuple[float, float, float]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from data_setup.index.sets import read
-from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed, of_field
+from data_setup.index.sets.facts import PROBE, Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed, of_field
 from data_setup.readers.faults import OCTReadError, RejectReason
 from utils.errors import UserError
 
@@ -66,10 +66,7 @@ RETOUCH-TestSet-.../TEST001/oct.mhd, oct.raw          without reference; the fol
     splits=Fact("training and test folders; the test part has no labels, so none is taken over", "n/v"),
     find=_retouch_find,
     tasks=(
-        Task(
-            "configs/cls_linear_probe.yaml",
-            ("task.kind=multilabel", "task.names=[irf,srf,ped]"),
-        ),
+        Task(PROBE, ("task.kind=multilabel", "task.names=[irf,srf,ped]")),
         Task("configs/segmentation.yaml"),
     ),
     label_classes=_RETOUCH_FLUID,
@@ -133,7 +130,7 @@ nnUNet_raw/Dataset001_OCTAVE/dataset.json                                   name
     labels=Fact("voxels of 13 tissues and lesions, named in dataset.json; disease by the name", "+"),
     splits=Fact("one training part; the external tests are not redistributed", "r"),
     find=_octave_find,
-    tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/segmentation.yaml")),
+    tasks=(Task(PROBE), Task("configs/segmentation.yaml")),
     label_classes={value: f"class {value} of dataset.json" for value in range(1, _OCTAVE_NUM_CLASSES + 1)},
     read_classes=_octave_names,
 )
@@ -217,8 +214,7 @@ AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
     splits=Fact("Training, Validation, Test", "r"),
     find=_fairvision_find,
     tasks=tuple(
-        Task("configs/cls_linear_probe.yaml", (f"task.label_column={label}",))
-        for label in reversed(_FAIRVISION_LABELS.values())
+        Task(PROBE, (f"task.label_column={label}",)) for label in reversed(_FAIRVISION_LABELS.values())
     ),
     classes={
         f"{label} {word}": name

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data_setup.index.sets import read
-from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
+from data_setup.index.sets.facts import OF_VOLUMES, PROBE, Fact, Labels, Plug, Scan, Shape, Task, Tree, fixed
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import ordered_images
 from data_setup.readers.sidecar import Sidecar, reading
@@ -65,7 +65,7 @@ SRINIVASAN = Plug(
         distance_mm=0.12,
         person=lambda match: match[1],
     ),
-    tasks=(Task("configs/cls_linear_probe.yaml"),),
+    tasks=(Task(PROBE),),
     classes=_SRINIVASAN_CLASSES,
 )
 
@@ -94,20 +94,17 @@ NEH_UT = Plug(
         person=lambda match: f"{_NEH_UT_CLASSES[match['kind']]}_{match[2]}",
         eye=lambda match: match[3],
     ),
-    tasks=(Task("configs/cls_linear_probe.yaml"),),
+    tasks=(Task(PROBE),),
     classes=_NEH_UT_CLASSES,
 )
 
 
 # OIMHS: 125 eyes with macular holes; each PNG has a B-scan and, right beside it, its mask in colours.
 _OIMHS_NAMES = {1: "macular_hole", 2: "intraretinal_cyst", 3: "retina", 4: "choroid"}
-_OIMHS_COLOURS = {
-    1: (255, 0, 0),
-    2: (0, 255, 0),
-    3: (0, 0, 255),
-    4: (255, 255, 0),
-}  # but for red not verified
+# but for red not verified
+_OIMHS_COLOURS = {1: (255, 0, 0), 2: (0, 255, 0), 3: (0, 0, 255), 4: (255, 255, 0)}
 _OIMHS_CLASSES = {str(stage): f"stage_{stage}" for stage in range(1, 5)}
+_OIMHS_ORDER = f"task.names=[{','.join(_OIMHS_CLASSES.values())}]"
 _OIMHS_SHEET = ("Patient ID", "Eye ID", "Age(years)", "Stage")
 
 
@@ -197,16 +194,7 @@ Demographics of the participants.xlsx        columns Patient ID, Eye ID, Age(yea
     splits=Fact("none", "n/v"),
     find=_oimhs_find,
     tasks=(
-        Task(
-            "configs/cls_linear_probe.yaml",
-            (
-                "task.labels_path={out}/labels.tsv",
-                "task.unit=volume",
-                "task.label_column=stage",
-                "task.kind=ordinal",
-                "task.names=[stage_1,stage_2,stage_3,stage_4]",
-            ),
-        ),
+        Task(PROBE, (*OF_VOLUMES, "task.label_column=stage", "task.kind=ordinal", _OIMHS_ORDER)),
         Task("configs/segmentation.yaml"),
     ),
     classes=_OIMHS_CLASSES,
@@ -298,16 +286,8 @@ OLIVES = Plug(
     splits=Fact("none of the owners", "n/v"),
     find=_olives_find,
     tasks=(
-        Task("configs/cls_linear_probe.yaml"),
-        Task(
-            "configs/cls_linear_probe.yaml",
-            (
-                "task.labels_path={out}/labels.tsv",
-                "task.unit=volume",
-                "task.kind=multilabel",
-                "task.names=[fluid_irf,fluid_srf]",
-            ),
-        ),
+        Task(PROBE),
+        Task(PROBE, (*OF_VOLUMES, "task.kind=multilabel", "task.names=[fluid_irf,fluid_srf]")),
     ),
     classes=_OLIVES_CLASSES,
 )

@@ -8,7 +8,19 @@ from functools import partial
 import numpy as np
 
 from data_setup.index.sets import read
-from data_setup.index.sets.facts import Fact, Labels, Plug, Scan, Shape, Task, Tree, Triple, fixed, of_field
+from data_setup.index.sets.facts import (
+    PROBE,
+    Fact,
+    Labels,
+    Plug,
+    Scan,
+    Shape,
+    Task,
+    Tree,
+    Triple,
+    fixed,
+    of_field,
+)
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.tables.text import SIDES
 
@@ -16,11 +28,8 @@ _IMAGES = {"axes": ["H", "W", "D"], "value_range": [0, 255]}
 
 # OCTA-500: 500 eyes of OCT and OCTA cubes as folders of BMP, with layers as .mat and diseases in a sheet.
 _OCTA500_SURFACES = ("ILM", "IPL", "OPL", "IS/OS", "RPE", "BM")
-_OCTA500_SPLITS = {  # the last id of each side, of 6 mm and of 3 mm scans
-    "train": (10180, 10440),
-    "val": (10200, 10450),
-    "test": (10300, 10500),
-}
+# the last id of each side, of 6 mm and of 3 mm scans
+_OCTA500_SPLITS = {"train": (10180, 10440), "val": (10200, 10450), "test": (10300, 10500)}
 _OCTA500_SHEET = ("ID", "OS/OD", "Age", "Disease")
 _OCTA500_CLASSES = {name: name.lower() for name in ("NORMAL", "AMD", "DR", "CNV", "CSC", "RVO", "OTHERS")}
 
@@ -82,7 +91,7 @@ Text labels.xlsx                    columns ID, Sex, OS/OD, Age, Disease""",
     labels=Fact("disease of seven; six surfaces (axes of their array and rows from 1 are assumed)", "n/v"),
     splits=Fact("by id: 10001-10180, -10200, -10300; 10301-10440, -10450, -10500", "+"),
     find=_octa500_find,
-    tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/layers.yaml")),
+    tasks=(Task(PROBE), Task("configs/layers.yaml")),
     classes=_OCTA500_CLASSES,
     surfaces=_OCTA500_SURFACES,
 )
@@ -136,7 +145,7 @@ Control/Farsiu_Ophthalmology_2013_Control_Subject_1001.mat""",
     ),
     splits=Fact("none", "+"),
     find=_duke_amd_find,
-    tasks=(Task("configs/cls_linear_probe.yaml"), Task("configs/layers.yaml")),
+    tasks=(Task(PROBE), Task("configs/layers.yaml")),
     classes=_DUKE_AMD_CLASSES,
     surfaces=_DUKE_AMD_SURFACES,
 )

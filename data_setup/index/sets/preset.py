@@ -27,6 +27,10 @@ from utils.workers import in_threads
 
 FOLDER = "labels"
 _SHOWN = 3
+_OF_SCAN = (
+    *("person_id", "facts", "visit", "split", "laterality"),
+    *("device", "protocol", "region", "d_order", "files"),
+)
 _WIDTH = 11  # of a name in `--sets NAME`
 
 
@@ -62,22 +66,9 @@ def entries_of(plug: Plug, tree: Tree, out: str) -> list[Entry]:
 def _look(tree: Tree, scan: Scan) -> Entry:
     """The row of a scan; a fault of its file or of storage becomes its status."""
     text = yaml.safe_dump(dict(scan.yaml), default_flow_style=True, width=10**6).strip() if scan.yaml else ""
-    entry = Entry(
-        scan.path,
-        kind_by_name(scan.path) or IMAGES,
-        person_id=scan.person_id,
-        person_source="set",
-        facts=scan.facts,
-        visit=scan.visit,
-        split=scan.split,
-        laterality=scan.laterality,
-        device=scan.device,
-        protocol=scan.protocol,
-        region=scan.region,
-        d_order=scan.d_order,
-        files=scan.files,
-        volume_yaml=text,
-    )
+    of_scan = {name: getattr(scan, name) for name in _OF_SCAN}
+    kind = kind_by_name(scan.path) or IMAGES
+    entry = Entry(scan.path, kind, person_source="set", volume_yaml=text, **of_scan)
     record = replace(
         unknown_record(tree.url(scan.path), scan.path),
         device=scan.device,

@@ -17,7 +17,6 @@ from data_setup.readers import arrays
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.labels import whole_numbers
-from data_setup.readers.metaimage import read_header, read_voxels
 from data_setup.readers.sidecar import reading
 from utils.errors import UserError
 
@@ -57,7 +56,8 @@ def metaimage(tree: Tree, path: str) -> np.ndarray:
     """A MetaImage of x = W, y = H, z = D as [D, H, W]; raises OCTReadError, StorageError."""
     url = tree.url(path)
     with open_file(url, tree.options) as file:
-        return read_voxels(file, url, read_header(file, url), tree.options).transpose(2, 1, 0)
+        meta = arrays.read_metaimage_header(file, url)
+        return arrays.read_voxels(file, url, meta, tree.options).transpose(2, 1, 0)
 
 
 def checked(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:

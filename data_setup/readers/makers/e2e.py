@@ -45,15 +45,9 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, part: str | None) -> Itera
     shape = (len(slices), int(metas[0].size_y), int(metas[0].size_x))
     _check(metas, shape, url)
     axial = float(f"{metas[0].scale_y:.6g}")  # single precision
+    spacing, dtype, side = (None, _in_degrees(metas, shape, axial)), np.dtype(np.uint8), _SIDES.get(letter)
     header = make_header(
-        url,
-        "Heidelberg E2E",
-        shape,
-        np.dtype(np.uint8),
-        (None, _in_degrees(metas, shape, axial)),
-        sidecar,
-        laterality=_SIDES.get(letter),
-        device=DEVICE,
+        url, "Heidelberg E2E", shape, dtype, spacing, sidecar, laterality=side, device=DEVICE
     )
     yield header  # before the check of the axial spacing: data_setup.index stands one in
     if not math.isclose(header.spacing_mm[1], axial, rel_tol=_AGREE):

@@ -36,20 +36,10 @@ _PATIENTS = (b"@PATIENT_INFO_02", b"@PATIENT_INFO")
 _MODELS = (b"@HW_INFO_03", b"@HW_INFO_02", b"@HW_INFO_01")
 _CONTOUR = "<20sBBIII"  # name, method, format, width, height, bytes
 _VALUES = {0: "<u2", 1: "<f8"}  # of a format
-_BOUNDARIES = {  # oct-converter's names; RETINA_2 and _3 have two in two programs, so they keep their own
-    "RETINA_1": "ILM",
-    "RETINA_4": "BM",
-    "MULTILAYERS_1": "ILM",
-    "MULTILAYERS_2": "RNFL_GCL",
-    "MULTILAYERS_3": "GCL_IPL",
-    "MULTILAYERS_4": "IPL_INL",
-    "MULTILAYERS_5": "MZ_EZ",
-    "MULTILAYERS_6": "IZ_RPE",
-    "MULTILAYERS_7": "BM",
-    "MULTILAYERS_8": "INL_OPL",
-    "MULTILAYERS_9": "ELM",
-    "MULTILAYERS_10": "CSI",
-}
+_LAYERS = ("ILM", "RNFL_GCL", "GCL_IPL", "IPL_INL", "MZ_EZ", "IZ_RPE", "BM", "INL_OPL", "ELM", "CSI")
+# oct-converter's names; RETINA_2 and _3 have two in two programs, so they keep their own
+_BOUNDARIES = {"RETINA_1": "ILM", "RETINA_4": "BM"}
+_BOUNDARIES |= {f"MULTILAYERS_{number}": name for number, name in enumerate(_LAYERS, 1)}
 _Chunks = dict[bytes, tuple[int, int]]  # name -> first byte, length
 
 
@@ -71,16 +61,8 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any
         side = next((_SIDES.get(_part(file, chunks, n, 1, url)[0]) for n in _EYES if n in chunks), None)
         model = next((_text(_part(file, chunks, n, 16, url)) for n in _MODELS if n in chunks), "")
         spacing = _spacing(file, chunks, voxels.shape, url)
-    header = make_header(
-        url,
-        kind,
-        voxels.shape,
-        np.dtype(np.uint8 if voxels.is_jpeg else "<u2"),
-        spacing,
-        sidecar,
-        laterality=side,
-        device=_device(model),
-    )
+    dtype, device = np.dtype(np.uint8 if voxels.is_jpeg else "<u2"), _device(model)
+    header = make_header(url, kind, voxels.shape, dtype, spacing, sidecar, laterality=side, device=device)
     yield header
     yield from checked_frames(stored_frames(file, url), header)
 

@@ -25,16 +25,10 @@ from data_setup.readers.sidecar import Sidecar, checked_frames, make_header
 from data_setup.tables.text import SIDES
 
 _MODULE = "eyepy.io.he.vol_reader"
-_USED = (  # numbers of the file's header; the rest stays bytes: a name that is no ASCII must not stop it
-    "size_x",
-    "n_bscans",
-    "size_y",
-    "scale_x",
-    "distance",
-    "scale_y",
-    "size_x_slo",
-    "size_y_slo",
-    "scan_pattern",
+# numbers of the file's header; the rest stays bytes: a name that is no ASCII must not stop it
+_USED = (
+    *("size_x", "n_bscans", "size_y", "scale_x", "distance", "scale_y"),
+    *("size_x_slo", "size_y_slo", "scan_pattern"),
 )
 _USED_OF_B_SCAN = ("bscan_hdr_size", "start_x", "start_y", "end_x", "end_y", "num_seg", "seg_offset")
 _NO_VALUE = np.float32(3e38)  # HEYEX writes the largest float32 where it measured nothing
@@ -61,19 +55,9 @@ class _File:
 def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in order; raises OCTReadError."""
     vol = _headers(file, url)
-    measured = vol.measured
+    shape, dtype, measured = vol.shape, np.dtype(np.uint8), vol.measured
     header = make_header(
-        url,
-        "Heidelberg VOL",
-        vol.shape,
-        np.dtype(np.uint8),
-        (measured.spacing_mm, measured.spacing_source),
-        sidecar,
-        flip_d=measured.flip_d,
-        orientation_source=measured.orientation_source,
-        laterality=vol.side,
-        device=DEVICE,
-        order=measured.order,
+        url, "Heidelberg VOL", shape, dtype, measured, sidecar, laterality=vol.side, device=DEVICE
     )
     yield header
     yield from checked_frames((_frame(file, vol, index, url) for index in vol.order), header)
@@ -146,15 +130,8 @@ def _headers(file: IO[bytes], url: str) -> _File:
     lines = [((h.start_x, h.start_y), (h.end_x, h.end_y)) for h in headers]
     scales = [Measures(head.scale_y, head.scale_x, head.distance or None)] * shape[0]
     measured = check_geometry(geometry_of_lines(lines, scales), shape, None, None, url)
-    return _File(
-        shape,
-        head.version.startswith(b"ep-v"),
-        SIDES.get(_text(head.scan_position).lower()),
-        _text(head.patient_id),
-        measured,
-        tuple(starts),
-        tuple(headers),
-    )
+    is_grey, side = head.version.startswith(b"ep-v"), SIDES.get(_text(head.scan_position).lower())
+    return _File(shape, is_grey, side, _text(head.patient_id), measured, tuple(starts), tuple(headers))
 
 
 def _frame(file: IO[bytes], vol: _File, index: int, url: str) -> np.ndarray:

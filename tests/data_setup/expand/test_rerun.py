@@ -119,9 +119,8 @@ def test_what_a_killed_run_left_is_gone_after_the_next_one(
 
     def killed(partial: Path, path: str) -> None:
         folders.add(Path(partial).parent)
-        real_link(
-            partial, Path(partial).with_name(f"left{Path(partial).name}")
-        )  # what no code can tidy up after a kill
+        # what no code can tidy up after a kill
+        real_link(partial, Path(partial).with_name(f"left{Path(partial).name}"))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +33,8 @@ GRID = ["spatial.target_spacing=[0.1,0.01,0.1]", "spatial.image_size=[8,16,16]",
 
 
 def record(url: Path | str, **changes: Any) -> Record:
-    plain = Record(
-        person_id="1",
-        device="heidelberg_spectralis",
-        protocol="own",
-        region="Macula",
-        path=Path(url).name,
-        url=str(url),
-        split="train",
-    )
-    return replace(plain, **changes)
+    whose = {"person_id": "1", "device": "heidelberg_spectralis", "protocol": "own", "region": "Macula"}
+    return Record(**{"path": Path(url).name, "url": str(url), "split": "train", **whose, **changes})
 
 
 def read(url: Path | str, **changes: Any) -> tuple[Any, np.ndarray]:
@@ -58,6 +49,12 @@ def reject(path: Path | str, **changes: Any) -> tuple[RejectReason, str]:
     with pytest.raises(OCTReadError) as caught:
         read(path, **changes)
     return caught.value.reason, str(caught.value)
+
+
+def refused(outcome: tuple[RejectReason, str], reason: str, *words: str) -> None:
+    """Check what `reject` gave."""
+    assert outcome[0] == reason, outcome[1]
+    assert [word for word in words if word not in outcome[1]] == [], outcome[1]
 
 
 def write_every_kind(
@@ -79,15 +76,8 @@ def write_every_kind(
     write_yaml(root / "t" / "eye.yaml", spacing_mm=list(spacing), num_frames=len(voxels), **says)
     write_folder(root / "images" / "eye", voxels, spacing_mm=list(spacing), **says)
     write_heidelberg(root / "xml" / "eye.xml", voxels, spacing, laterality=side)
-    return [
-        "n/eye.nii",
-        "z/eye.nii.gz",
-        "o/eye.ome.tif",
-        "j/eye.tif",
-        "t/eye.tiff",
-        "images/eye/",
-        "xml/eye.xml",
-    ]
+    names = "n/eye.nii z/eye.nii.gz o/eye.ome.tif j/eye.tif t/eye.tiff images/eye/ xml/eye.xml"
+    return names.split()
 
 
 def write_lists(root: Path, paths: list[str], device: str, protocol: str, side: str = "") -> None:

@@ -15,7 +15,7 @@ from data_setup.readers.heidelberg import read_export
 from data_setup.readers.images import ordered_images
 from data_setup.readers.open_record import source_stat
 from data_setup.readers.sidecar import Sidecar
-from tests.data_setup.importers.reading import EYES, SPACING, read, record, reject
+from tests.data_setup.importers.reading import EYES, SPACING, read, record, refused, reject
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import (
     raster,
@@ -217,9 +217,7 @@ def test_the_one_number_that_differs_is_the_order(names: list[str]) -> None:
 def test_names_that_differ_in_two_numbers_have_no_order(tmp_path: Path) -> None:
     for path in write_images(tmp_path / "folder", speckle()):
         path.rename(path.with_name(f"{path.stem}_t{len(path.stem) + int(path.stem[-1]):03d}.png"))
-    reason, text = reject(tmp_path / "folder")
-    assert reason == RejectReason.NOT_A_VOLUME
-    assert "names that differ in one number" in text
+    refused(reject(tmp_path / "folder"), RejectReason.NOT_A_VOLUME, "names that differ in one number")
 
 
 @pytest.mark.skipif(not VENDOR.is_dir(), reason="the vendors' files are not part of the project")

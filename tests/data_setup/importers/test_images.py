@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import count_pages
-from tests.data_setup.importers.reading import SPACING, folder_of, read, reject, remove_one
+from tests.data_setup.importers.reading import SPACING, folder_of, read, refused, reject, remove_one
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import write_imagej, write_images, write_ome, write_tiff, write_yaml
 
@@ -118,9 +118,7 @@ def test_tiff_as_programs_write_it(tmp_path: Path, name: str) -> None:
 
 def test_a_tiff_that_pillow_cannot_open_is_named(tmp_path: Path) -> None:
     path = write_tiff(tmp_path / "eye.tif", speckle(), bigtiff=True, byteorder=">")
-    reason, text = reject(path)
-    assert reason == RejectReason.UNSUPPORTED_FORMAT
-    assert "BigTIFF with big-endian numbers" in text
+    refused(reject(path), RejectReason.UNSUPPORTED_FORMAT, "BigTIFF with big-endian numbers")
 
 
 def test_tiff_with_lzw_as_pillow_writes_it(tmp_path: Path) -> None:
@@ -227,8 +225,7 @@ def test_images_are_read_as_a_viewer_shows_them(tmp_path: Path, ending: str) -> 
 @pytest.mark.parametrize("ending", ["png", "jpg", "tif"])
 def test_one_b_scan_of_another_orientation_is_a_reject(tmp_path: Path, ending: str) -> None:
     folder = with_exif(tmp_path / "eye", speckle(), [1, 1, 1, 3, 1, 1], ending)
-    reason, text = reject(folder)
-    assert (reason, "3 in image 4 of 6" in text) == (RejectReason.HEADER_MISMATCH, True), text
+    refused(reject(folder), RejectReason.HEADER_MISMATCH, "3 in image 4 of 6")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA"])

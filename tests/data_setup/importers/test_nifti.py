@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data_setup.readers.faults import RejectReason
-from tests.data_setup.importers.reading import SPACING, read, reject
+from tests.data_setup.importers.reading import SPACING, read, refused, reject
 from tests.support.dicom_factory import speckle
 from tests.support.import_factory import anatomical_affine, write_nifti, write_yaml
 
@@ -62,9 +62,7 @@ def test_an_affine_of_another_world_is_not_believed(tmp_path: Path) -> None:
     image = nib.Nifti1Image(speckle().transpose(2, 0, 1), np.diag([w, d, h, 1]))
     image.header.set_xyzt_units("mm")
     nib.save(image, tmp_path / "eye.nii")
-    reason, text = reject(tmp_path / "eye.nii")
-    assert reason == RejectReason.UNKNOWN_AXES
-    assert "axes in the YAML" in text
+    refused(reject(tmp_path / "eye.nii"), RejectReason.UNKNOWN_AXES, "axes in the YAML")
     write_yaml(tmp_path / "eye.yaml", axes=["W", "D", "H"])
     header, volume = read(tmp_path / "eye.nii")
     assert np.array_equal(volume, speckle())
@@ -86,9 +84,7 @@ def test_affines_that_say_nothing(tmp_path: Path) -> None:
 def test_nifti_spacing_is_never_invented(tmp_path: Path) -> None:
     path, voxels = tmp_path / "eye.nii", speckle()
     write_nifti(path, voxels, SPACING, unit="unknown")
-    reason, text = reject(path)
-    assert reason == RejectReason.MISSING_SPACING
-    assert "spacing_mm: [D, H, W]" in text
+    refused(reject(path), RejectReason.MISSING_SPACING, "spacing_mm: [D, H, W]")
     write_yaml(tmp_path / "eye.yaml", spacing_mm=[0.2, 0.003, 0.02])
     header, _ = read(path)
     assert (header.spacing_mm, header.spacing_source) == ((0.2, 0.003, 0.02), "sidecar")

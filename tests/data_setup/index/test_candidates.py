@@ -94,12 +94,8 @@ def test_tiff_pages_of_a_folder_and_tiff_volumes(tmp_path: Path) -> None:
         write_ome(tmp_path / "volumes" / f"{1001 + n}_r.tif", speckle(seed=n), SPACING)
     write_images(tmp_path / "pages" / "1004_l", speckle(seed=9), suffix="tif", first=1)
     index(tmp_path)
-    assert list(table(tmp_path / "manifest.tsv")) == [
-        "pages/1004_l",
-        "volumes/1001_r.tif",
-        "volumes/1002_r.tif",
-        "volumes/1003_r.tif",
-    ]
+    volumes = [f"volumes/{number}_r.tif" for number in (1001, 1002, 1003)]
+    assert list(table(tmp_path / "manifest.tsv")) == ["pages/1004_l", *volumes]
 
 
 def test_other_images_and_another_xml_in_a_folder_of_b_scans(
@@ -183,11 +179,8 @@ def test_what_is_missing_is_said_with_the_place_to_write_it(
     rows = list(table(manifest).values())
     for row in rows:
         if row["filepath"] == "images/1/visit1/OD":
-            row |= {
-                "spacing_mm": "[0.12; 0.0026; 0.03]",
-                "d_order": "inferior_to_superior",
-                "files": "oct_*.png",
-            }
+            row |= {"spacing_mm": "[0.12; 0.0026; 0.03]", "d_order": "inferior_to_superior"}
+            row |= {"files": "oct_*.png"}
     pd.DataFrame(rows).to_csv(manifest, sep="\t", index=False)
     store = run_prepare(tree, tmp_path / "store", "data.max_reject_fraction=0.9")
     status = store.index.set_index("path").status

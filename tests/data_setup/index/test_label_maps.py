@@ -123,15 +123,8 @@ def test_a_localizer_beside_every_b_scan_is_said(
 @pytest.mark.parametrize(
     "write",
     [
-        nnunet,
-        folders_of_images,
-        folders_of_eyes,
-        beside_each_other,
-        without_a_scan,
-        names_with_words_around,
-        of_jpeg,
-        of_dicom,
-        scans_in_a_folder_of_masks,
+        *(nnunet, folders_of_images, folders_of_eyes, beside_each_other, without_a_scan),
+        *(names_with_words_around, of_jpeg, of_dicom, scans_in_a_folder_of_masks),
     ],
 )
 def test_label_maps_are_no_eyes(tmp_path: Path, write: Callable[[Path], dict[str, str]]) -> None:

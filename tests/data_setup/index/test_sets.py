@@ -169,9 +169,7 @@ def test_a_bscan_without_a_line_is_ungraded_whatever_its_fluid_is(tmp_path: Path
     assert [set(np.unique(plane)) for plane in classes] == [{0, 1}, {0}, {255}, {255}, {255}]
 
 
-def test_the_labels_of_octave_are_there_from_its_inner_folder_too(
-    world_of: Callable[[str], World],
-) -> None:
+def test_the_labels_of_octave_are_there_from_its_inner_folder_too(world_of: Callable[[str], World]) -> None:
     inner = world_of("octave").root / "nnUNet_raw" / "Dataset001_OCTAVE"
     assert all(scan.labels for scan in PLUGS["octave"].find(Tree(str(inner), StorageOptions())))
 
@@ -202,10 +200,8 @@ def test_words_of_fairvision_become_the_classes_of_its_owners(
     """No diagnosis and a mild one are one class of DR; a word that nobody knows is named, and no class."""
     people = {row["person_id"]: row for row in world_of("fairvision").rows("participants.tsv")}
     assert [people[f"amd_0000{n}"]["amd_condition"] for n in (1, 2)] == ["normal", "early"]
-    assert [people[f"dr_0000{n}"]["dr_subtype"] for n in (1, 2)] == [
-        "not_vision_threatening",
-        "vision_threatening",
-    ]
+    subtypes = [people[f"dr_0000{n}"]["dr_subtype"] for n in (1, 2)]
+    assert subtypes == ["not_vision_threatening", "vision_threatening"]
     assert [people[f"glaucoma_0000{n}"]["glaucoma"] for n in (1, 2)] == ["0", "1"]
     voxels = imitations.eye("normal", 0).voxels
     for number, word in (("1", "moderate.npdr"), ("2", "proliferative")):
@@ -247,18 +243,12 @@ def test_each_side_of_a_small_set_has_its_share_of_each_class() -> None:
     group = {f"a{number}": "rare" if number % 4 == 0 else "usual" for number in range(40)}
     sides = dealt_splits(group)
     counts = Counter((sides[person], group[person]) for person in group)
-    assert {side: (counts[side, "usual"], counts[side, "rare"]) for side in ("train", "val", "test")} == {
-        "train": (18, 6),
-        "val": (6, 2),
-        "test": (6, 2),
-    }
+    pairs = [(counts[side, "usual"], counts[side, "rare"]) for side in ("train", "val", "test")]
+    assert pairs == [(18, 6), (6, 2), (6, 2)]
     few = {f"p{number}": "usual" for number in range(6)}
     assert Counter(dealt_splits(few).values()) == {"train": 2, "val": 2, "test": 2}
-    assert [needs_splits(dict.fromkeys(map(str, range(count)), "")) for count in (5, 6, 49)] == [
-        False,
-        True,
-        True,
-    ]
+    needing = [needs_splits(dict.fromkeys(map(str, range(count)), "")) for count in (5, 6, 49)]
+    assert needing == [False, True, True]
 
 
 def test_a_biomarker_that_is_no_number_is_named(tmp_path: Path) -> None:
@@ -431,11 +421,8 @@ def test_from_an_imitation_to_a_probe(tmp_path: Path, capsys: pytest.CaptureFixt
     cli.main([str(root), "--set", "octa500", "--out", str(tables)])
     printed = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if "python -m" in line]
     commands = [shlex.split(line.replace("data.store=STORE", f"data.store={store}")) for line in printed[-4:]]
-    grid = [
-        "spatial.image_size=[5,44,32]",
-        "spatial.patch_size=[1,11,8]",
-        "spatial.target_spacing=[0.6,0.049,0.19]",
-    ]
+    grid = ["spatial.image_size=[5,44,32]", "spatial.patch_size=[1,11,8]"]
+    grid += ["spatial.target_spacing=[0.6,0.049,0.19]"]
     first, labels, probe, _ = commands
     assert [first[2], labels[2], probe[2]] == ["data_setup.prepare"] * 2 + ["finetuning.train"]
     assert prepare.main([*first[3:], *grid, "--workers", "0"]) == 0

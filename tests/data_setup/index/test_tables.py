@@ -165,10 +165,8 @@ def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
     root = tmp_path / "tree"
     write_dicoms(root, range(4))
     for name in ("a", "b"):  # one UID for two scans
-        references, edit = rows_down(6), maker("same", "L")
-        write_opt(
-            root / "same", speckle(seed=9), name=name, spacing=SPACING, references=references, edit=edit
-        )
+        options = {"spacing": SPACING, "references": rows_down(6), "edit": maker("same", "L")}
+        write_opt(root / "same", speckle(seed=9), name=name, **options)
     index(root)
     manifest, people = root / "manifest.tsv", root / "participants.tsv"
     frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
@@ -193,10 +191,8 @@ def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
     index(root, "--forget-missing")
     text, rows = capsys.readouterr().out, table(manifest)
     assert "2 rows name what is no longer there, and are taken out: export1/IM002L, same/a\n" in text
-    assert set(rows) & {"export1/IM002L", "export1/IM003L", "same/a", "same/c"} == {
-        "export1/IM003L",
-        "same/c",
-    }
+    listed = set(rows) & {"export1/IM002L", "export1/IM003L", "same/a", "same/c"}
+    assert listed == {"export1/IM003L", "same/c"}
     assert "eve" in table(people, "person_id")
 
 
@@ -221,10 +217,8 @@ def test_a_row_without_a_uid_follows_its_file_by_its_name(
     index(root)
     manifest = root / "manifest.tsv"
     frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
-    frame["grade"], frame["spacing_mm"] = (
-        frame.filepath,
-        "0.1, 0.2, 0.3" if kind != "nii" else frame.spacing_mm,
-    )
+    frame["grade"] = frame.filepath
+    frame["spacing_mm"] = "0.1, 0.2, 0.3" if kind != "nii" else frame.spacing_mm
     frame.loc[frame.filepath == f"1/one{ending}", "person_id"] = "eve"
     frame.to_csv(manifest, sep="\t", index=False)
     (root / "1").rename(root / "8")
@@ -426,25 +420,12 @@ def test_people_that_may_be_several_or_one_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file without PatientID is of the only one of its folder; what cannot be decided is warned of."""
-    files = {
-        "1003/a": "MRN-3",
-        "1003/visit_2/b": "",
-        "1004/a": "MRN-4",
-        "1004/b": " mrn-4 ",
-        "1004/c": "",
-        "more/a": "MRN-3",
-    }
+    files = {"1003/a": "MRN-3", "1003/visit_2/b": "", "more/a": "MRN-3"}
+    files |= {"1004/a": "MRN-4", "1004/b": " mrn-4 ", "1004/c": ""}
     for seed, (path, patient) in enumerate(files.items()):
-        folder, name = path.rsplit("/", 1)
-        voxels = speckle(seed=seed)
-        write_opt(
-            tmp_path / folder,
-            voxels,
-            name=f"{name}.dcm",
-            spacing=SPACING,
-            references=rows_down(6),
-            edit=maker(patient, "L"),
-        )
+        place, edit = tmp_path / f"{path}.dcm", maker(patient, "L")
+        options = {"name": place.name, "spacing": SPACING, "references": rows_down(6), "edit": edit}
+        write_opt(place.parent, speckle(seed=seed), **options)
     index(tmp_path, "--keep-ids")
     text = capsys.readouterr().out
     people = {path: row["person_id"] for path, row in table(tmp_path / "manifest.tsv").items()}
@@ -491,10 +472,7 @@ def test_rows_of_eyes_label_the_volumes_of_their_eye(tmp_path: Path) -> None:
     store = run_prepare(root, tmp_path / "store")
     sides = store.index.set_index("path").study_group
     assert (sides["export0/IM001L"], sides["export0/IM001R"]) == ("Left-1", "OD-1")
-    places = [
-        f"data.gcs_root={root}",
-        f"data.manifest_path={root}/manifest.tsv",
-        f"data.store={tmp_path}/store",
-    ]
-    rows = open_rows(load_config(SMOKE, [*places, *GRID, "task.unit=eye"]), store)
+    places = [f"data.gcs_root={root}", f"data.manifest_path={root}/manifest.tsv"]
+    own = [*places, f"data.store={tmp_path}/store", "task.unit=eye"]
+    rows = open_rows(load_config(SMOKE, [*own, *GRID]), store)
     assert {store.index.path[row]: label for row, label in rows.label_of_row.items()} == sides.to_dict()

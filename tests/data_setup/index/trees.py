@@ -35,14 +35,8 @@ def write_dicoms(root: Path, people: range) -> None:
     """Both eyes of each person, in files without an ending, two people in a folder."""
     for n in people:
         for seed, side in enumerate("LR", start=2 * n):
-            write_opt(
-                root / f"export{n // 2}",
-                speckle(seed=seed),
-                name=f"IM{n:03d}{side}",
-                spacing=SPACING,
-                references=rows_down(6),
-                edit=maker(f"MRN-{n}", side),
-            )
+            about = {"spacing": SPACING, "references": rows_down(6), "edit": maker(f"MRN-{n}", side)}
+            write_opt(root / f"export{n // 2}", speckle(seed=seed), name=f"IM{n:03d}{side}", **about)
 
 
 def write_image_folders(root: Path, people: range) -> None:

@@ -55,15 +55,9 @@ def test_versions_2_and_3_read_alike(tmp_path: Path) -> None:
     rows = [row("1001", name="triton_macula_6x6_oct"), row("4001", name="triton_macula_6x6_oct", uid="1.2")]
     people = people_of("1001", "4001")
     names = {"person_id": "participant_id"}
-    old_columns = [names.get(c, c) for c in COLUMNS]
-    old_people = [names.get(c, c) for c in PEOPLE]
-    write_tree(
-        tmp_path,
-        [r | {"participant_id": r["person_id"]} for r in rows],
-        [p | {"participant_id": p["person_id"]} for p in people],
-        old_columns,
-        old_people,
-    )
+    old_rows, old_people = ([r | {"participant_id": r["person_id"]} for r in some] for some in (rows, people))
+    columns = ([names.get(c, c) for c in some] for some in (COLUMNS, PEOPLE))
+    write_tree(tmp_path, old_rows, old_people, *columns)
     old = read_records(config(tmp_path)).records
     assert [r.protocol for r in old] == ["triton_macula_6x6_octa_oct"] * 2
     write_tree(tmp_path, rows, people)
@@ -82,14 +76,8 @@ def test_byte_order_mark(tmp_path: Path) -> None:
 def test_facts_come_from_the_path_and_sentinels_are_none(tmp_path: Path) -> None:
     rows = [
         row("1001", "zeiss_cirrus", side="l", manufacturer="Topcon", anatomic_region="Optic Disc"),
-        row(
-            "1001",
-            uid="1.2",
-            laterality="unknown_laterality",
-            height="Not reported",
-            pixel_spacing="Varies by frame",
-            slice_thickness="None",
-        ),
+        row("1001", uid="1.2", laterality="unknown_laterality", height="Not reported")
+        | {"pixel_spacing": "Varies by frame", "slice_thickness": "None"},
     ]
     write_tree(tmp_path, rows, [person(0, person_id="1001", age="None", clinical_site="")])
     triton, cirrus = read_records(config(tmp_path)).records
@@ -103,13 +91,8 @@ def test_facts_come_from_the_path_and_sentinels_are_none(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("word", "side"),
     [
-        ("OD", "R"),
-        ("os", "L"),
-        ("Right", "R"),
-        ("left", "L"),
-        ("L", "L"),
-        ("unknown", "unknown"),
-        ("", "unknown"),
+        *(("OD", "R"), ("os", "L"), ("Right", "R"), ("left", "L"), ("L", "L")),
+        *(("unknown", "unknown"), ("", "unknown")),
     ],
 )
 def test_words_for_the_side_of_an_eye(tmp_path: Path, word: str, side: str) -> None:
@@ -286,11 +269,8 @@ def test_labels(tmp_path: Path) -> None:
     assert load_labels(config(tmp_path)) == {"1001": "healthy", "4001": "healthy"}
     write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n4001,severe\n7001,none\n9001,\n1001,mild\n")
     own = (f"task.labels_path={tmp_path}/own.csv", "task.id_column=patient", "task.label_column=grade")
-    assert load_labels(config(tmp_path, *own)) == {
-        "1001": "mild",
-        "4001": "severe",
-        "7001": "none",
-    }  # none is a class
+    grades = {"1001": "mild", "4001": "severe", "7001": "none"}  # none is a class
+    assert load_labels(config(tmp_path, *own)) == grades
     with pytest.raises(UserError, match=r"own\.csv: expected a column eye, found patient, grade"):
         load_labels(config(tmp_path, *own[:2], "task.label_column=eye"))
     write_text(f"{tmp_path}/own.csv", "patient,grade\n1001,mild\n1001,severe\n")

@@ -120,12 +120,7 @@ def test_a_scan_without_a_token_is_a_reject_that_names_the_spacing_that_would_do
     ],
 )
 def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
-    own_tree: Path,
-    tmp_path: Path,
-    column: str,
-    text: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    own_tree: Path, tmp_path: Path, column: str, text: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, store = own_tree / "retinal_oct" / "manifest.tsv", tmp_path / "store"
     header, *lines = [line.split("\t") for line in manifest.read_text().splitlines()]
@@ -199,17 +194,10 @@ def test_a_remote_tree_is_listed_on_request_only(tree: Path, tmp_path: Path) -> 
     root = f"memory://{tmp_path.name}/tree"
     for file in (p for p in tree.rglob("*") if p.is_file() and p.suffix != ".npz"):
         storage.write_bytes(storage.join(root, str(file.relative_to(tree))), file.read_bytes())
-    places = [
-        "--config",
-        CONFIG,
-        "--workers",
-        "0",
-        f"data.gcs_root={root}",
-        f"data.store={tmp_path / 'store'}",
-    ]
+    places = [f"data.gcs_root={root}", f"data.store={tmp_path / 'store'}"]
     for more, audit in (
         ([], None),
         (["--audit"], {k: {"count": 0, "first": []} for k in ("missing", "orphans", "unused_missing")}),
     ):
-        assert main([*places, *more]) == 0
+        assert main(["--config", CONFIG, "--workers", "0", *places, *more]) == 0
         assert json.loads((tmp_path / "store" / "prepare_report.json").read_text())["run"]["audit"] == audit

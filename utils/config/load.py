@@ -206,8 +206,8 @@ def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
 
     if get_origin(hint) in (Union, UnionType):
         hint, *words = (h for h in get_args(hint) if h is not NoneType)
-        if words and not isinstance(value, bool) and value not in get_args(words[0]):
-            refuse(f"true, false or {get_args(words[0])[0]}")
+        if words and type(value) is not hint and value not in get_args(words[0]):
+            refuse(f"{'true, false' if hint is bool else 'a whole number'} or {get_args(words[0])[0]}")
         if value is None or words:
             return
     choices = get_args(hint)

@@ -3,7 +3,7 @@
 In: a random state, a `MaskPlan` of the configuration, and which tokens are valid. Out: int64 token ids,
 always exactly K context and M target of them, so a compiled step is compiled once. After V-JEPA's multi-block
 masks (Bardes et al. 2024), without their trim of each batch to its smallest mask, which starves the last
-planes of D (docs/concepts/masks.md shows it).
+planes of D (docs/concepts/architecture.md shows it).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument("--checkpoints", nargs="+", required=True, metavar="RUN_OR_FILE", help="the rows")
         parser.add_argument("--control", metavar="RUN_OR_FILE", help="the two-step control")
         parser.add_argument(
-            "--supervised", action="store_true", help="train random initialisation with labels alone"
+            "--supervised", action="store_true", help="train random initialisation with only the labels"
         )
         add_image_arguments(parser)
         parser.add_argument(

@@ -34,7 +34,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     exporter = verbs.add_parser("export", help="an encoder as safetensors, config.json and a model card")
     exporter.add_argument("--checkpoint", required=True, metavar="X.pt")
     place = exporter.add_mutually_exclusive_group(required=True)
-    place.add_argument("--out", metavar="DIR", help="weights alone")
+    place.add_argument("--out", metavar="DIR", help="only the weights")
     place.add_argument("--portable", metavar="DIR", help="weights, programs and golden eye")
     exporter.add_argument("--which", choices=["target", "context"], default="target")
     exporter.add_argument("--layout", choices=["ours", "hf"], default="ours")

@@ -1,19 +1,10 @@
-"""The table of docs/guides/public-data.md, printed by `python -m tests.support.sets_table`."""
+"""The table of docs/guides/importers.md, printed by `python -m tests.support.sets_table`."""
 
 from __future__ import annotations
 
 from data_setup.index.sets import PLUGS
 
-COLUMNS = (
-    "name",
-    "data",
-    "content",
-    "labels",
-    "splits",
-    "licence, access",
-    "spacing",
-    "order of B-scans",
-)
+COLUMNS = ("name", "data", "labels", "licence, access")
 
 
 def markdown() -> str:
@@ -21,7 +12,7 @@ def markdown() -> str:
     rows = [COLUMNS, ("---",) * len(COLUMNS)]
     for plug in PLUGS.values():
         licence = f"{plug.licence}; {plug.access}"
-        cells = (plug.content, plug.labels, plug.splits, licence, plug.spacing, plug.orientation)
+        cells = (plug.labels, licence)
         rows.append((f"`{plug.name}`", plug.title, *map(str, cells)))
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows) + "\n"
 

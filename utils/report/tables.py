@@ -44,7 +44,7 @@ GROUP_NOTE = (
 )
 QUALITY_NOTE = (
     "Median and lowest tenth: 0 is bad, 1 good. Then means of the five numbers, and how often each was the "
-    "worst. The limits are conventions; docs/guides/quality.md has them."
+    "worst. The limits are conventions; docs/guides/prepare.md has them."
 )
 
 ABSENT = "not there"

@@ -417,7 +417,7 @@ def test_a_second_run_keeps_what_somebody_wrote(world_of: Callable[[str], World]
 
 
 def test_the_page_has_the_table_of_the_plugs() -> None:
-    assert sets_table.markdown() in (ROOT / "docs" / "guides" / "public-data.md").read_text()
+    assert sets_table.markdown() in (ROOT / "docs" / "guides" / "importers.md").read_text()
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ LATE = re.compile(r"-m finetuning\.evaluate ")  # it imports torch first
 DEMO = "docs/start/demo.md"
 MAX_LINES, MAX_DECIMALS, FIRST_COMMAND = 120, 10, 20  # of README.md
 MAX_PAGES, MAX_WORDS = 25, 30_000  # of docs/
+MAX_CHANGES = 150  # lines of CHANGELOG.md
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*")
 
 
@@ -177,6 +178,7 @@ def test_the_documents_are_few_and_short() -> None:
     pages = {page: text for page, text in PAGES.items() if page.startswith("docs/")}
     assert len(pages) <= MAX_PAGES
     assert sum(len(text.split()) for text in pages.values()) <= MAX_WORDS
+    assert len(PAGES["CHANGELOG.md"].splitlines()) <= MAX_CHANGES
 
 
 @pytest.mark.parametrize("page", PAGES)

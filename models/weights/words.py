@@ -7,7 +7,7 @@
 
 inspect prints what a file holds. import fits weights to a configuration and prints a line for every key:
 loaded, adapted, left out or missing. export writes an encoder for others: --out its weights, --portable also
-a program that takes volumes as acquired, with a golden eye. selftest checks such a folder, or features that
+a program that takes volumes as acquired, with a golden eye. selftest checks that folder, or features that
 another pipeline gave for its golden eye, and names what is wrong.
 """
 

@@ -238,7 +238,7 @@ def test_the_index_of_docs_has_fifteen_intents_and_every_page() -> None:
 def test_dead_ends_are_seen() -> None:
     """What the searches above must find."""
     text = (
-        "[a](docs/README.md) [b](absent.md) [c](README.md#nowhere) [d](#letters) ![e](no.png)\n## Letters\n"
+        "[a](docs/README.md) [b](absent.md) [c](README.md#nowhere) [d](#results) ![e](no.png)\n## Results\n"
     )
     assert dead_links("README.md", text) == ["absent.md", "README.md#nowhere", "no.png"]
     text = (

@@ -99,7 +99,7 @@ def test_a_key_is_told_in_words() -> None:
 
 def test_every_reason_for_a_reject_is_on_the_page() -> None:
     usual = "export or copy the file again, or take its row out of the manifest"
-    assert f"Where the last column is empty: {usual}." in PAGE
+    assert f"Where the last column is empty: {usual}." in " ".join(PAGE.split())
     rows = {cells[0].strip("`"): (*cells, usual)[2] for cells in table("Files that are not used")}
     assert set(rows) == {*RejectReason, *summary._NEXT_STEPS}
     assert rows == {reason: summary.next_step(reason) for reason in rows}

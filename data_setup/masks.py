@@ -59,7 +59,7 @@ class MaskPlan:
 def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(context, target): int64 ids [K] and [M], disjoint unless context is all positions; valid [N] bool.
 
-    Padding stands last in both. Blocks: one family is drawn per sample, and blocks are added until their
+    Padding is last in both. Blocks: one family is drawn per sample, and blocks are added until their
     union holds M tokens. Valid tokens take the slots first; surplus tokens belong to neither set. A draw
     without a valid token on both sides would teach nothing and is repeated, up to 100 times. Uniform: the
     same share of the valid tokens as of the padding. Raises ConfigError when 100 draws leave fewer than K

@@ -10,7 +10,7 @@ Every row has the same splits, units, low-shot draws and probe. Rows: each check
 of the same architecture, the seed that is best on validation (in crossfit in each fold its own); a control
 (`--control`); a 2D image encoder (`--image-encoder`); baselines without an encoder, of which
 finetuning.features.yardsticks makes the strong ones. Each has two readouts, `linear` and `hidden` (one hidden
-layer). The order is that of validation (in crossfit by name); the evaluated split stands beside it.
+layer). The order is that of validation (in crossfit by name); the evaluated split is beside it.
 Differences of all pairs with an encoder in them are corrected together (Holm). A command that computes an
 answer looks at the evaluated split: the ledger of the store gets a line (finetuning.cohort.ledger).
 

@@ -1,4 +1,4 @@
-"""docs/guides/train.sbatch with stand-ins for srun and scontrol: what it starts, and when it requeues the job."""
+"""docs/guides/train.sbatch with stand-ins for srun and scontrol: what it starts, when it requeues the job."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def _marker(members: Sequence[Member]) -> str:
 def _staging_folder(dst: str) -> Iterator[str | None]:
     """A folder for unfinished files on the destination's disk; a bucket needs none.
 
-    Runs share it. A run that is alone removes what killed runs left there: the system frees their locks.
+    Runs share it. The only run removes what killed runs left there: the system frees their locks.
     """
     if storage.is_remote(dst):
         yield None

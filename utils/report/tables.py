@@ -119,7 +119,7 @@ def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
 
 def truth_tables(truth: Mapping[str, Any]) -> list[Table]:
     """A table for each question of truth.json: R2 of every row by both readouts, and by how much pre-training
-    is above it. Files of before yardsticks have one readout.
+    is above it. Files without baselines have one readout.
     """
     asked = f"{truth['n_volumes']} volumes of {truth['n_participants']} participants of split test"
     titles = {

@@ -79,7 +79,7 @@ def overview(
 
 
 def full_bscan(run: Path, row: int, shown: Snapshot) -> tuple[np.ndarray, tuple[float, float]]:
-    """The middle plane of a snapshot of this row of the store, rendered anew as the device would scan it.
+    """The middle plane of a snapshot of this row of the store, rendered again as the device would scan it.
 
     Returns grey values [H, W] from 0 to 1, cut to the snapshot's field, and their spacing in mm.
     """

@@ -32,7 +32,6 @@ from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
 from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
 from utils.errors import UserError
-from utils.report.pictures import load_snapshot
 from utils.run import skipped_updates
 from utils.run.log import NoLog, RunLog
 from utils.run.skipped_updates import NotFiniteError
@@ -377,20 +376,3 @@ def test_similarity_is_the_cosine_without_the_common_mean() -> None:
     assert axes[0].lines[0].get_xydata().tolist() == [[0.06, 0.01]]  # second column, first row, in mm
     assert axes[2].lines[0].get_xydata().tolist() == [[0.06, pytest.approx(0.15)]]
     assert np.ma.masked_invalid(axes[1].images[0].get_array()).count() == 3  # padding has no cosine
-
-
-def test_the_pictures_of_the_documents_are_drawn_from_a_run(watched: Path, tmp_path: Path) -> None:
-    """The same eye as the device scans it, where the store has it on a coarse grid."""
-    from docs import draw_overview
-
-    drawn = draw_overview.draw_docs(watched, tmp_path)
-    assert [path.name for path in drawn] == ["overview.png", "masks.png"]
-    snapshot = load_snapshot(sorted((watched / "snapshots").glob("*.npz"))[0])
-    row = int(sorted((watched / "snapshots").glob("*.npz"))[0].stem.partition("_row_")[2])
-    image, spacing = draw_overview.full_bscan(watched, row, snapshot)
-    fields = [n * s for n, s in zip(image.shape, spacing, strict=True)]
-    stored = [n * s for n, s in zip(snapshot.volume.shape[1:], snapshot.spacing[1:], strict=True)]
-    assert fields == pytest.approx(stored, rel=0.01)
-    assert min(image.shape) > 4 * min(snapshot.volume.shape[1:])
-    with pytest.raises(UserError, match="two steps, found 0"):
-        draw_overview.draw_docs(watched, tmp_path, row=10_000)

@@ -8,7 +8,7 @@ lossy 8:1), each decoded, decoded and resampled, prepared by one and by two work
 loop: pydicom `pixel_array`, MONAI `Spacing`, `ResizeWithPadOrCrop`. Seconds are those of one volume: the mean
 of the two files, each the median of its turns. Peak memory: above imports and a 1 MB volume, in one process.
 Part `read`: one process reads the store of the recommended grid: page cache warm and dropped, the codec and a
-memcpy alone, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
+memcpy, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
 requirements-dev.txt). Part `pipeline`: read, geometry, masks in two workers and both views' intensity in this
 process, at 64 x 384 x 384 and 32 x 192 x 192; the share of a ViT-B step that waits for its batch.
 Part `scale`, on request: what a store of that many rows costs to finalise, to open, and to hand to a worker.

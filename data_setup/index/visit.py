@@ -51,7 +51,7 @@ def _of_dicom(url: str, options: StorageOptions) -> str:
         ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
         texts = [str(ds.get(tag) or "").strip() for tag in _TAGS]
     dates = (re.match(r"(\d{4})(\d\d)(\d\d)", text) for text in texts)
-    return next((text for found in dates if found and (text := _written(*map(int, found.groups())))), "")
+    return next((text for match in dates if match and (text := _written(*map(int, match.groups())))), "")
 
 
 def _written(year: int, month: int, day: int) -> str:

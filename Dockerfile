@@ -1,5 +1,5 @@
 # One image for one kind of device:   docker build --build-arg DEVICE=cpu|cuda|tpu -t oct:cpu .
-# docs/guides/gpus.md says how to run it. Data, stores and runs stay outside: .dockerignore keeps them out.
+# docs/guides/pretraining.md says how to run it. Data, stores and runs stay outside: .dockerignore keeps them out.
 ARG PYTHON=3.11
 FROM python:${PYTHON}-slim-bookworm
 ARG DEVICE=cpu

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on every worker of a TPU VM, or here in the foreground (docs/guides/launcher.md).
+# Train on every worker of a TPU VM, or here in the foreground (docs/guides/tpu.md).
 #
 #   run_tpu_xla.sh CONFIG [section.key=value ...]                        here, in the foreground; on a worker of a
 #                                                                        TPU VM set up first, for status, logs, stop

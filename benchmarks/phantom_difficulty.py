@@ -5,7 +5,7 @@
 In: a number of participants and a seed (a tree is written into a temporary folder), or an existing tree of
 size small. Out: a table, and JSON on request: balanced accuracy over the four study groups, 5-fold cross-
 validation by participant, for (a) the truth: layer thicknesses, lesion volumes, vessels; (b) the mean
-intensity; (c) principal components of the voxels; (d) the scan plan alone: device, protocol, eye and site,
+intensity; (c) principal components of the voxels; (d) only the scan plan: device, protocol, eye and site,
 which must stay at chance. All four are logistic regressions over participant means with C chosen inside the
 training folds.
 """

@@ -165,7 +165,7 @@ def compare(
     name: str, scored: dict[str, Scores], draws_SP: np.ndarray, labels: dict[str, str]
 ) -> dict[str, Any]:
     """One question as truth.json holds it: a row for each arm, and pre-training less each of the others; the
-    second readout stands below `hidden`.
+    second readout is below `hidden`.
 
     `scored`: arm -> scores, PRETRAINED first; `draws_SP`: the same resamples of participants for all.
     `compared`: the arms that the verdict is about, for each readout; the last is the best row without an

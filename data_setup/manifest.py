@@ -3,8 +3,8 @@
 In: a `Config` (data.*, task.*, seed). Out: `Record`s in the order (person_id, path) with device, protocol and
 region from the file's path, its URL, its split and what is known about the participant. Rows that are not
 used are counted by reason. Version 2 (participant_id) and version 3 (person_id) of AI-READI read alike. A
-manifest with columns device and protocol needs no AI-READI paths (docs/guides/importers.md), and at a place
-of its own it needs no participants.tsv. data_setup/index writes one for any folder.
+manifest with columns device and protocol needs no AI-READI paths (docs/guides/importers.md), and at another
+place it needs no participants.tsv. data_setup/index writes one for any folder.
 """
 
 from __future__ import annotations

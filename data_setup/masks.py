@@ -3,7 +3,7 @@
 In: a random state, a `MaskPlan` of the configuration, and which tokens are valid. Out: int64 token ids,
 always exactly K context and M target of them, so a compiled step is compiled once. After V-JEPA's multi-block
 masks (Bardes et al. 2024), without their trim of each batch to its smallest mask, which starves the last
-planes of D (docs/concepts/masks.md shows it).
+planes of D (docs/concepts/architecture.md shows it).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class MaskPlan:
 def draw_mask(rng: np.random.RandomState, plan: MaskPlan, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(context, target): int64 ids [K] and [M], disjoint unless context is all positions; valid [N] bool.
 
-    Padding stands last in both. Blocks: one family is drawn per sample, and blocks are added until their
+    Padding is last in both. Blocks: one family is drawn per sample, and blocks are added until their
     union holds M tokens. Valid tokens take the slots first; surplus tokens belong to neither set. A draw
     without a valid token on both sides would teach nothing and is repeated, up to 100 times. Uniform: the
     same share of the valid tokens as of the padding. Raises ConfigError when 100 draws leave fewer than K

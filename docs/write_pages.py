@@ -29,14 +29,13 @@ python -m pretraining.train --config configs/smoke_test.yaml train.max_steps=20 
 ```
 
 * A typo, a wrong type and a rule between two keys that does not hold are errors of one line, exit code 2.
-* *required*: the file must hold it. *resume*: a run that goes on may have another value; any other change is
-  refused.
+* In brackets: type, unit, default. *required*: the file must hold it. A dagger (†): a resumed run may have
+  another value; any other change is refused.
 * Triples are in the order D, H, W: B-scan, axial, A-scan. `${...}` is the value of another key.
 * On the command line a key of text takes what is written (`run.dir="runs/x #2"`, `experiment_name=007`), and
   null where it may be null. `~` in front of a path is the home folder, here and in files. Numbers are
   decimal: 010 and 2:40 are errors.
 """
-TABLE = "| key | type | unit | default | resume | meaning |\n|---|---|---|---|---|---|\n"
 MEANINGS = {
     "context": "tokens that the context encoder computes",
     "hidden": "tokens that the context encoder must not see",
@@ -53,22 +52,16 @@ MEANINGS = {
 
 
 def configuration() -> str:
-    """The page of the keys: a table for each section."""
+    """The page of the keys: a list for each section."""
     parts, section = [HEAD], None
     for key in keys().values():
         head = key.name.partition(".")[0] if "." in key.name else "top level"
         if head != section:
             section = head
-            parts.append(f"\n## {head}\n\n{TABLE}")
-        cells = [
-            f"`{key.name}`",
-            key.type,
-            key.unit,
-            key.default,
-            "yes" if key.may_change else "",
-            key.meaning,
-        ]
-        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+            parts.append(f"\n## {head}\n\n")
+        kind = key.type.replace("`true` or `false`", "`true`/`false`") + (f"; {key.unit}" if key.unit else "")
+        star = "†" if key.may_change else ""
+        parts.append(f"* `{key.name}`{star}: {key.meaning} ({kind}; {key.default})\n")
     return "".join(parts)
 
 

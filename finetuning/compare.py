@@ -10,7 +10,7 @@ Every row has the same splits, units, low-shot draws and probe. Rows: each check
 of the same architecture, the seed that is best on validation (in crossfit in each fold its own); a control
 (`--control`); a 2D image encoder (`--image-encoder`); baselines without an encoder, of which
 finetuning.features.yardsticks makes the strong ones. Each has two readouts, `linear` and `hidden` (one hidden
-layer). The order is that of validation (in crossfit by name); the evaluated split stands beside it.
+layer). The order is that of validation (in crossfit by name); the evaluated split is beside it.
 Differences of all pairs with an encoder in them are corrected together (Holm). A command that computes an
 answer looks at the evaluated split: the ledger of the store gets a line (finetuning.cohort.ledger).
 
@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument("--checkpoints", nargs="+", required=True, metavar="RUN_OR_FILE", help="the rows")
         parser.add_argument("--control", metavar="RUN_OR_FILE", help="the two-step control")
         parser.add_argument(
-            "--supervised", action="store_true", help="train random initialisation with labels alone"
+            "--supervised", action="store_true", help="train random initialisation with only the labels"
         )
         add_image_arguments(parser)
         parser.add_argument(

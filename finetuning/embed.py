@@ -4,7 +4,7 @@
     python -m finetuning.embed --checkpoint runs/smoke_test --out features --files scans/
 
 In: a checkpoint of pretraining.train or its run's folder, and a prepared store of the same geometry, or files
-and folders of any kind, found as data_setup.index finds them (--dicom: of a folder the DICOM files alone) and
+and folders of any kind, found as data_setup.index finds them (--dicom: of a folder only the DICOM files) and
 read as data_setup.prepare reads them. Out: `--out DIR` with features.parquet, a
 row per volume: the columns of the store's index, mean and standard deviation of the features over valid
 tokens, and whether pre-training saw the participant; with --patches the features of every patch, float16, in
@@ -32,7 +32,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--store", metavar="STORE", help="a prepared store")
     source.add_argument("--files", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="scans of any kind")
-    source.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files alone")
+    source.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="only DICOM files")
     parser.add_argument("--out", required=True, metavar="DIR", help="a new folder, or one of this command")
     parser.add_argument("--patches", action="store_true", help="write the features of every patch too")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -141,7 +141,7 @@ def simulate(
     """How often the 95 % interval excludes zero in cohorts drawn with this true difference.
 
     Each resample draws participants as models.probes.intervals does, or within each class. What a class adds
-    depends on how many of its participants are +1 and -1 alone, so those are drawn, not persons. Raises
+    depends on how many of its participants are +1 and -1, so those are drawn, not persons. Raises
     ValueError for a difference above the disagreement.
     """
     effective_size(counts_per_class)

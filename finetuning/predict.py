@@ -7,7 +7,7 @@
 
 In: a head of finetuning.train (head.pt or its run's folder) and scans: files and folders of any kind, found
 as data_setup.index finds them and read as data_setup.prepare reads them, with the manifest and the YAML
-beside them (--dicom: of a folder the DICOM files alone); with a format also rows of the head's store, whose
+beside them (--dicom: of a folder only the DICOM files); with a format also rows of the head's store, whose
 files are read again. Out, below DIR:
 
 Without a format predictions.jsonl, a line per scan: probabilities and the predicted class, or surfaces or
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", required=True, metavar="HEAD", help="head.pt, or its run's folder")
     scans = parser.add_mutually_exclusive_group(required=True)
     scans.add_argument("--files", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="scans of any kind")
-    scans.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="DICOM files alone")
+    scans.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="only DICOM files")
     scans.add_argument(
         "--rows", metavar="all|N,N", help="rows of the head's store (data.store), with --format"
     )

@@ -90,7 +90,7 @@ def build_head(kind: str, width: int, num_outputs: int, hidden: int, dropout: fl
     """A randomly initialised head (torch's global generator) for an encoder of this width E.
 
     linear and mlp read pooled features [B, 2E], attentive tokens [B, N, E] and validity [B, N]. `hidden` is
-    the mlp's alone. Every head ends with the linear layer `last`.
+    only the mlp's. Every head ends with the linear layer `last`.
     """
     if kind == "linear":
         return LinearHead(width, num_outputs, dropout)

@@ -110,7 +110,7 @@ def blocks_above(name: str, depth: int) -> int:
 
 
 def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW of these parameter groups, fused where there is such a kernel."""
+    """AdamW of these parameter groups, fused where the device has that kernel."""
     settings: dict[str, Any] = {"lr": optim.base_lr, "betas": optim.betas, "eps": optim.eps}
     if device.type in FUSED_DEVICES:
         return torch.optim.AdamW(groups, fused=True, **settings)
@@ -118,8 +118,8 @@ def build_adamw(groups: list[dict[str, Any]], optim: OptimConfig, device: torch.
 
 
 def keep_state(model: nn.Module, optimizer: torch.optim.AdamW, runtime: Runtime) -> Callable[[], None]:
-    """What puts weights and moments back to those of now. It does nothing where a step that fails leaves them
-    alone; elsewhere a copy is kept on the host.
+    """What puts weights and moments back to those of now. It does nothing where a step that fails does not
+    touch them; elsewhere a copy is kept on the host.
     """
     if runtime.failure_is_clean:
         return lambda: None

@@ -95,7 +95,7 @@ class Balance:
 
 
 def build_optimizer(model: VJEPA3D, cfg: Config) -> torch.optim.AdamW:
-    """AdamW, fused where there is such a kernel; weight decay on matrices only."""
+    """AdamW, fused where the device has that kernel; weight decay on matrices only."""
     groups = parameter_groups(model, cfg.optim.weight_decay, cfg.optim.layer_decay, model.encoder.depth)
     return build_adamw(groups, cfg.optim, next(model.parameters()).device)
 
@@ -134,8 +134,8 @@ def build_regulariser(cfg: Config, model: VJEPA3D, update: Update) -> Regularise
 def global_means(
     regulariser: Regulariser, model: VJEPA3D, batches: list[Batch], runtime: Runtime, samples: int
 ) -> Statistics:
-    """The statistics' mean over the global batch, without gradient: a forward pass of the context encoder
-    alone.
+    """The statistics' mean over the global batch, without gradient: a forward pass of only the
+    context encoder.
     """
     # The samples' own seeds are those of the pass with gradients, so dropout draws the same and the means are
     # of the tokens that pass will have.
@@ -257,7 +257,7 @@ def trial_step(
     """A whole update of one micro-batch that moves nothing: what a step needs of memory, moments included.
 
     Leaves no trace either when it runs out of memory half-way. It needs no other process, since another may
-    run out of memory alone.
+    be the only one to run out of memory.
     """
     # The real step, so that nothing it needs is forgotten; `enabled=False` keeps every weight where it is.
     buffers = {name: b.clone() for name, b in model.named_buffers()}

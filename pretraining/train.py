@@ -7,7 +7,7 @@
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command
 again goes on where the run stopped, bit for bit on a CPU; SIGTERM and Ctrl-C write a checkpoint first. Exit
 codes: utils/errors.py. `torchrun --nproc-per-node=N -m pretraining.train ...` shares every global batch
-among N processes; all of them take the same decisions, and the first alone writes.
+among N processes; all of them take the same decisions, and only the first writes.
 
 Keys that matter: data.store, run.dir, train.max_steps, train.global_batch_size,
 train.per_core_batch_size, train.use_bf16, optim.base_lr, model.size, method.recipe, wandb.mode
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(cfg: Config) -> int:
-    """Run the configuration to its end or to SIGTERM; returns the exit code."""
+    """Run the configuration, or until SIGTERM; returns the exit code."""
     with open_engine(cfg) as runtime:
         return guard(cfg, runtime, partial(_train, cfg), "out of memory, although a trial step fitted")
 

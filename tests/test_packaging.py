@@ -139,6 +139,9 @@ def test_the_citation_has_what_is_cited() -> None:
     assert citation["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     datetime.date.fromisoformat(citation["date-released"])
+    newest = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest
+    assert newest[1] in ("Unreleased", f"{citation['version']} ({citation['date-released']})")
     (method,) = citation["references"]
     arxiv = method["identifiers"][0]["value"].removeprefix("arXiv:")
     assert f"arXiv:{arxiv}" in (ROOT / "README.md").read_text()

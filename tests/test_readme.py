@@ -35,7 +35,10 @@ COMMAND = re.compile(
     r"((?:data_setup|models|pretraining|finetuning|utils)(?:\.\w+)+)(?= |$)"
 )
 LATE = re.compile(r"-m finetuning\.evaluate ")  # it imports torch first
-DEMO = ("README.md", "docs/start/demo.md")
+DEMO = "docs/start/demo.md"
+MAX_LINES, MAX_DECIMALS, FIRST_COMMAND = 120, 10, 20  # of README.md
+MAX_PAGES, MAX_WORDS = 25, 30_000  # of docs/
+MAX_CHANGES = 150  # lines of CHANGELOG.md
 OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)+=.*")
 
 
@@ -148,18 +151,34 @@ def refused_commands(text: str) -> list[str]:
 
 
 def test_every_command_of_a_page_is_accepted_by_its_own_parser() -> None:
-    """Those of README.md and the demo's page are run by `make demo`."""
-    refused = [line for page in PAGES if page not in DEMO for line in refused_commands(PAGES[page])]
+    """Those of the demo's page are run by `make demo`."""
+    refused = [line for page in PAGES if page != DEMO for line in refused_commands(PAGES[page])]
     assert refused == []
     wrong = "python -m finetuning.embed --config configs/smoke_test.yaml"
     assert refused_commands(f"```\n{wrong}\n```\n") == [wrong]
 
 
-def test_both_pages_show_one_demo() -> None:
+def test_the_first_page_shows_lines_of_the_demo() -> None:
     begin, end = (f"<!-- the demo's output {word} -->" for word in ("begins", "ends"))
-    shown = {PAGES[page].partition(begin)[2].partition(end)[0] for page in DEMO}
-    assert len(shown) == 1
-    assert "occupancy" in shown.pop()
+    lines = PAGES[DEMO].partition(begin)[2].partition(end)[0].splitlines()
+    shown = [block for block in blocks(README) if "report.html" in block]
+    assert shown
+    assert set(shown[0].splitlines()) <= set(lines)
+
+
+def test_the_first_page_is_short_and_begins_with_a_command() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= MAX_LINES
+    assert next(n for n, line in enumerate(lines, 1) if line.startswith("```")) < FIRST_COMMAND
+    before = README.split("## Results")[0]
+    assert len(re.findall(r"\d\.\d", before)) <= MAX_DECIMALS
+
+
+def test_the_documents_are_few_and_short() -> None:
+    pages = {page: text for page, text in PAGES.items() if page.startswith("docs/")}
+    assert len(pages) <= MAX_PAGES
+    assert sum(len(text.split()) for text in pages.values()) <= MAX_WORDS
+    assert len(PAGES["CHANGELOG.md"].splitlines()) <= MAX_CHANGES
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -195,9 +214,8 @@ def test_the_commands_without_make_are_those_of_the_demo() -> None:
     for _ in range(2):
         recipe = re.sub(r"\$\((\w+)\)", lambda m: values.get(m[1], m[0]), recipe)
     demo = [c.rstrip(") ") for c in re.findall(r"-m [^|>\n]*", recipe)]  # what is printed may go into a file
-    for page in DEMO:
-        block = next(b for b in blocks(PAGES[page]) if b.startswith("pip install"))
-        assert [line.removeprefix("python ") for line in block.splitlines()[1:]] == demo
+    block = next(b for b in blocks(PAGES[DEMO]) if b.startswith("pip install"))
+    assert [line.removeprefix("python ") for line in block.splitlines()[1:]] == demo
 
 
 def test_the_tree_lists_every_room_on_a_line() -> None:
@@ -220,7 +238,7 @@ def test_the_index_of_docs_has_fifteen_intents_and_every_page() -> None:
 def test_dead_ends_are_seen() -> None:
     """What the searches above must find."""
     text = (
-        "[a](docs/README.md) [b](absent.md) [c](README.md#nowhere) [d](#letters) ![e](no.png)\n## Letters\n"
+        "[a](docs/README.md) [b](absent.md) [c](README.md#nowhere) [d](#results) ![e](no.png)\n## Results\n"
     )
     assert dead_links("README.md", text) == ["absent.md", "README.md#nowhere", "no.png"]
     text = (

@@ -5,7 +5,7 @@ command that adds it. Exit code 0: the demo can run; 1: it cannot. Nothing is in
 it tries the paths of that configuration in place of all this: one line, exit code 2 when a path fails.
 run_tpu_xla.sh does so on every worker before anything starts.
 
-This file is read by any Python 3, with no package installed: it imports the standard library alone, and each
+This file is read by any Python 3, with no package installed: it imports only the standard library, and each
 probe the packages that it is about.
 """
 
@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", metavar="FILE", help="try the paths of this configuration alone")
+    parser.add_argument("--config", metavar="FILE", help="try only the paths of this configuration")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the file")
     args = parser.parse_intermixed_args(argv)
     if args.config:

@@ -52,7 +52,7 @@ class ReferenceVJEPA2(nn.Module):
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
 
     def encode(self, volume_BCDHW: Tensor, keep_BK: Tensor) -> Tensor:
-        """Features [B, K, E] of the visible tokens alone."""
+        """Features [B, K, E] of only the visible tokens."""
         x = self.encoder.embeddings(volume_BCDHW.transpose(1, 2))
         x = gather_tokens(x, keep_BK)
         for layer in self.encoder.layer:

@@ -1,7 +1,7 @@
 """What the data benchmark reads: full-size phantom DICOM files and prepared stores, made once in a folder.
 
 A phantom of 512 B-scans takes minutes to draw, so `RENDERED` are drawn at full height and width and the file
-repeats them back and forth. Every frame is speckle of its own scan, so decoding costs what it costs.
+repeats them back and forth. Every frame is speckle of its scan, so decoding costs what it costs.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def copy_seconds(size: Shape, repeats: int) -> float:
 
 
 def codec_seconds(store: PreparedStore, rows: np.ndarray) -> float:
-    """Seconds of the codec alone: compressed bytes in memory to voxels in memory."""
+    """Seconds of only the codec: compressed bytes in memory to voxels in memory."""
     taken = []
     for row in rows:
         data = chunk_path(store, int(row)).read_bytes()[:-CRC_BYTES]

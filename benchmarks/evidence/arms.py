@@ -104,7 +104,7 @@ ARMS = (
 
 
 def own_control(arm: Arm, control: str) -> Arm:
-    """The arm with nothing, or nothing of its own volume, to predict."""
+    """The arm with nothing, or nothing of its volume, to predict."""
     return replace(
         arm,
         name=f"{arm.name}+{control}",

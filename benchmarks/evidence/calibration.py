@@ -29,7 +29,7 @@ class Timing(Job):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has come to its end."""
+        """Whether it is finished."""
         return (self.folder / "checkpoints" / f"step_{STEPS:08d}.pt").exists()
 
 

@@ -96,7 +96,7 @@ class Plan:
         return cls(root, content["budget_s"], content["seeds"], content["steps"], extra, image)
 
     def config(self, name: str, seed: int = 0) -> Config:
-        """The configuration of a run of an arm; of what is not trained, with one step."""
+        """The configuration of a run of an arm; of an arm without training, with one step."""
         arm = arm_by_name(name)
         return arm_config(arm, seed, self.steps[name] if arm.is_trained else 1, self.root, self.extra)
 
@@ -148,7 +148,7 @@ class Job:
 
 
 def jobs_of(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
-    """Baselines, random initialisation and what is trained on labels alone first, then one seed of every arm
+    """Baselines, random initialisation and what is trained only on labels first, then one seed of every arm
     after another.
 
     `only`: these arms and own controls, and those that every claim refers to.
@@ -170,7 +170,7 @@ class Queue:
 
     def run(self, jobs: Iterable[Job]) -> None:
         """Run all jobs that are not done; KeyboardInterrupt stops the children (training checkpoints). Raises
-        UserError for a run that is done and was trained by another recipe than its arm's of today.
+        UserError for a run that is done and was trained by another recipe than its arm's current one.
         """
         waiting = self._waiting(jobs)
         job = next(waiting, None)

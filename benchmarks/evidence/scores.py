@@ -230,7 +230,7 @@ def save_scores(folder: Path, scores: Scores, facts: dict[str, Any]) -> None:
 
 
 def load_scores(folder: Path) -> tuple[Scores, dict[str, Any]]:
-    """What save_scores wrote; raises UserError for scores of before there were two readouts."""
+    """What save_scores wrote; raises UserError for scores with only one readout."""
     content = json.loads((folder / "scores.json").read_text())
     parts: dict[str, Part] = {}
     with np.load(folder / "scores.npz") as a:

@@ -189,7 +189,7 @@ def read_jobs(cfg: Config, store: PreparedStore) -> tuple[list[LabelJob], Counte
     if not present:
         raise UserError(
             f"{url}: expected a column {VOLUME} or {SURFACES}, found {', '.join(columns)} "
-            "(docs/guides/segmentation.md)"
+            "(docs/guides/layers.md)"
         )
     named = {column for column in present for line in lines.values() if clean_path(line[column])}
     classes = read_classes(url, options) if VOLUME in named else {}

@@ -3,7 +3,7 @@
 In: the manifest's records (`Config`). Out: check_report.json, a table and a verdict. HEAD_BYTES of each DICOM
 file are fetched, and more only when the header is longer. `--pixel-hash` says which files are read to the
 end: `same-size` those that have the length of another one's pixel data and the same bytes in its middle;
-`all`; `none`. Only decoding shows the faults in FULL_PASS_ONLY. Exit codes: docs/guides/expand.md.
+`all`; `none`. Only decoding shows the faults in FULL_PASS_ONLY. Exit codes: docs/guides/prepare.md.
 """
 
 from __future__ import annotations

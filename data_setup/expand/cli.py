@@ -6,7 +6,7 @@
 In: --src, one archive, a folder of them or a pattern; --dst, the root of the tree. Out: every member as a
 file, written whole or not at all once its size and CRC-32 are right, and a line for each archive. An archive
 that is damaged or not safe to expand is named, and the others go on. A second run skips what is there. Rules
-and exit codes: docs/guides/expand.md.
+and exit codes: docs/guides/prepare.md.
 """
 
 from __future__ import annotations

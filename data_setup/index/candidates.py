@@ -143,7 +143,7 @@ def pattern_of(names: Sequence[str]) -> str:
 def _volumes(
     root: str, folder: str, names: list[str], sizes: Mapping[str, int], options: StorageOptions
 ) -> list[str]:
-    """The TIFF files of a folder, where the first has several pages or is alone; else none."""
+    """The TIFF files of a folder, where the first has several pages or is the only one; else none."""
     tiffs = sorted(name for name in names if kind_by_name(name) == "TIFF")
     if not tiffs or len(tiffs) == len(names) == 1:
         return tiffs

@@ -1,7 +1,7 @@
 """Index a tree of OCT files: write the two tables that prepare takes, and say what is missing.
 
 In: FOLDER, on a disk or in a bucket, with DICOM, NIfTI, TIFF, Heidelberg XML or folders of images in any
-order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.tsv with what is no volume and
+order. Out: manifest.tsv and participants.tsv in FOLDER (or in --out), left_out.tsv with other files and
 why, octa.tsv where there are flow cubes or en-face images of OCTA, labels.parquet where exports have
 thickness grids, surfaces/ where .vol files have layers, and a summary in words. Headers are read, not
 volumes. --set NAME is a public data set in the layout of its owners: then whose eyes they are, splits, labels

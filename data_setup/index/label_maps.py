@@ -116,7 +116,7 @@ def _may_be_labels(entry: Entry, sizes: Mapping[str, int]) -> bool:
 
 
 def _label_levels(root: str, entry: Entry, options: StorageOptions) -> int:
-    """The number of its grey levels, 0 of a scan; what cannot be read is labels by its place alone."""
+    """The number of its grey levels, 0 of a scan; what cannot be read is labels by its place only."""
     record = unknown_record(join(root, entry.path), entry.path)
     record = replace(record, spacing_mm=entry.spacing_mm or (0.1, 0.003, 0.01), files=entry.files or None)
     is_place, counts = is_place_of_labels(entry.path), np.zeros(256, int)

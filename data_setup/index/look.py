@@ -1,4 +1,4 @@
-"""One candidate as a row of the tables: what its header says, or why it is no volume.
+"""One candidate as a row of the tables: what its header says, or why it is not a volume.
 
 In: a `Candidate`. Out: an `Entry`. Read are the header of a file, or the first image of a folder; of a DICOM
 header also the maker's words, PatientID and PatientAge. Names and dates of patients are not read.

@@ -1,10 +1,10 @@
 """The OCTA files of a tree as a table that `prepare --flow` reads.
 
 In: entries of structural volumes, of flow cubes and of en-face images. Out: octa.tsv, a row for every
-structural volume that such a file names as its source, with the columns of AI-READI's
+structural volume that this file names as its source, with the columns of AI-READI's
 retinal_octa/manifest.tsv that `prepare --flow` reads; and lines of the summary. A file of OCTA is paired by
 the SOPInstanceUID that its header refers to, and by nothing else; one that refers to no volume of the tree
-has a row of its own, without a structural path. The table is written anew by every run.
+has a separate row, without a structural path. Every run writes the table again.
 """
 
 from __future__ import annotations

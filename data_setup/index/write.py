@@ -1,8 +1,8 @@
 """Write the tables of a tree; what a table has already stays.
 
 In: entries. Out: manifest.tsv (one row a volume), participants.tsv (one row a person, of a public set one an
-eye where its eyes are known), left_out.tsv (what is no volume, and why), labels.parquet (what exports
-measured), labels.tsv (what a set says of a volume alone), label_classes.yaml. A cell that somebody filled is
+eye where its eyes are known), left_out.tsv (other files, and why), labels.parquet (what exports
+measured), labels.tsv (what a set says only of a volume), label_classes.yaml. A cell that somebody filled is
 never changed: an entry fills empty cells and adds rows at the end.
 """
 

@@ -323,7 +323,7 @@ def _spacing(
     """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
 
     `measured`, the distance between the positions, has to agree with a stated one. SliceThickness states it
-    for the devices of DEVICES and for AI-READI's converters alone. Cirrus writes the lateral spacing there:
+    for the devices of DEVICES and for AI-READI's converters only. Cirrus writes the lateral spacing there:
     the positions come first, then the field of the protocol. `listed` comes last.
     """
     stated = {name: _stated(raw, name, url) for name in ("axial", "lateral", "distance", "thickness")}

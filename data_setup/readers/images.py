@@ -2,7 +2,7 @@
 
 Each page or image is a B-scan. Rows go from vitreous to choroid (H), columns along the B-scan (W). The
 spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ. The one number that differs in their
-names, wherever it stands, orders the images of a folder, without a gap.
+names, wherever it is, orders the images of a folder, without a gap.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def is_image(name: str) -> bool:
 def differing_numbers(names: Sequence[str]) -> list[int] | None:
     """The number of each name, at the one place where they differ; None where they differ elsewhere too.
 
-    What stands in brackets is left out: Heidelberg writes the name of its own file there.
+    What is in brackets is left out: Heidelberg writes the name of its file there.
     """
     parts = [re.split(r"(\d+)", re.sub(r"\[[^\]]*\]", "", name)) for name in names]
     texts = {(*part[:-1:2], part[-1].lower()) for part in parts}  # the ending in any case

@@ -64,7 +64,7 @@ def read_label_volume(
     options: StorageOptions | None = None,
     volume_yaml: str | None = None,
 ) -> LabelVolume:
-    """The classes of a scan of `shape`; `scan`: URL and path of its own file, whose YAML names axes too.
+    """The classes of a scan of `shape`; `scan`: URL and path of its file, whose YAML names axes too.
 
     `volume_yaml`: the scan's cell of the manifest, beneath the files. Raises OCTReadError, StorageError.
     """

@@ -144,7 +144,7 @@ def _dead_ends_named(options: StorageOptions | None, is_dicom: bool) -> Iterator
 def _volume(
     kind: str, record: Record, options: StorageOptions | None, file: IO[bytes] | None = None
 ) -> Generator[Any, None, None]:
-    """The header, then the frames, of what is no DICOM; `file`: the open file, else it is opened."""
+    """The header, then the frames, of another kind than DICOM; `file`: the open file, else it is opened."""
     url = record.url
     if kind == "folder":
         yield from images.read_folder(url, _sidecar(record, True, options), options)

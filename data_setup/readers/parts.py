@@ -85,7 +85,7 @@ def _signs(ds: Dataset) -> Iterator[str]:
 
 
 def _values(ds: Dataset, name: str) -> Iterator[Any]:
-    """The attribute wherever it stands: in the root, and in the functional groups."""
+    """The attribute wherever it is: in the root, and in the functional groups."""
     groups = [*(ds.get("SharedFunctionalGroupsSequence") or [])]
     groups += ds.get("PerFrameFunctionalGroupsSequence") or []
     items = [ds, *groups, *(ds.get("TemporalPositionSequence") or [])]

@@ -1,4 +1,4 @@
-"""How good a scan is, from its own frames alone: no label, no reference, no model.
+"""How good a scan is, only from its frames: no label, no reference, no model.
 
 In: uint8 frames [H, W] of one scan, as they pass on their way to the grid (`Meter.watch`), and the spacing.
 Out: QUALITY_COLUMNS of the store's index.

@@ -101,7 +101,7 @@ def require_apart(url: str, index: pd.DataFrame, lines: Mapping[str, int] | None
 # What to do about a reject; the reasons that are not here are faults of the file itself.
 _NEXT_STEPS = {
     "unlisted_class": "name the class there, or correct the labels",
-    "not_labels": "write the labels as docs/guides/segmentation.md says",
+    "not_labels": "write the labels as docs/guides/layers.md says",
     "missing_file": "bring the file to this path, or take its row out of the manifest",
     "missing_codec": "install the decoder that the message names, and prepare again",
     "missing_spacing": "give the spacing in a sidecar or the manifest's column spacing_mm "

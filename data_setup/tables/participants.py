@@ -46,7 +46,7 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
     """({person_id: {eye: participant}}, where the split comes from); raises UserError.
 
     The eye is L or R where the table has a column laterality or eye, else empty. Without a table at its usual
-    place, beside a manifest at a place of its own, the people are those `listed`.
+    place, beside a manifest at another place, the people are those `listed`.
     """
     url, people = cfg.data.participants_path, dict[str, dict[str, Participant]]()
     try:
@@ -114,7 +114,7 @@ def eye_of(row: Mapping[str, str], where: str) -> str:
 
 
 def may_lack_participants(cfg: Config) -> bool:
-    """Whether the manifest is at a place of its own and the participants would be at their usual one."""
+    """Whether the manifest is at another place and the participants would be at their usual one."""
     root = cfg.data.gcs_root
     is_own = cfg.data.manifest_path != f"{root}/{TREE[0]}/manifest.tsv"
     return is_own and cfg.data.participants_path == f"{root}/participants.tsv"

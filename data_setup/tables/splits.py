@@ -3,8 +3,8 @@
 In: participants, and a seed. Out: sets of participant ids. Who is where follows from a hash of
 (seed, purpose, id), not from an order or a random state; so a cohort of FEW_PEOPLE or more that grows moves
 nobody. Its shares are those of the hash, not exact: 10 % of 200 participants are 20 give or take 4. Below,
-the hash alone would leave sides with too few to learn from or to judge (0.9^n of the cohorts of n have no
-validation, 4 % at 30): shares are exact and stratified by group, and a cohort that grows is cut anew. Whoever
+only the hash would leave sides with too few to learn from or to judge (0.9^n of the cohorts of n have no
+validation, 4 % at 30): shares are exact and stratified by group, and a growing cohort is cut again. Whoever
 is in a store keeps the side (data_setup.prepare).
 """
 
@@ -71,7 +71,7 @@ def seeded_split(group_of: Mapping[str, Hashable], seed: int) -> dict[str, str]:
 
 
 def seeded_order(ids: Collection[str], seed: int, purpose: str) -> list[str]:
-    """The ids in an order that follows from the hash of (seed, purpose, id) alone."""
+    """The ids in an order that follows from the hash of (seed, purpose, id)."""
     return _in_order(ids, seed, purpose)[0]
 
 
@@ -139,7 +139,7 @@ def needs_splits(splits: Mapping[str, str]) -> bool:
 def dealt_splits(group_of: Mapping[str, Hashable]) -> dict[str, str]:
     """person -> train | val | test for a set without splits: a fifth each validates and tests, at least two.
 
-    By labels, then by a hash of the ids. By the hash alone a set of ten may have one person to validate on,
+    By labels, then by a hash of the ids. By only the hash a set of ten may have one person to validate on,
     with which no head is trained.
     """
     count = max(LEAST_PEOPLE, round(DEALT_SHARE * len(group_of)))  # of each side

@@ -12,7 +12,7 @@ The definitions are scikit-learn's, and tests compare with it. What has several 
   ECE                 15 bins of equal width of the highest probability; an edge belongs to the lower bin
   multilabel          each label is a task of two classes (yes above .5); the mean over labels, of F1, AUROC
                       and AUPRC that of "yes"
-  threshold           of two classes, on validation alone: the highest sensitivity + specificity (Youden's J),
+  threshold           of two classes, on validation: the highest sensitivity + specificity (Youden's J),
                       half way from the score that reaches it to the next lower; of several the highest
 """
 
@@ -109,7 +109,7 @@ def youden_threshold(is_positive_U: np.ndarray, score_U: np.ndarray) -> float | 
 
 
 def at_threshold(predictions: Predictions, threshold_U: np.ndarray, counts_SU: np.ndarray) -> Measures:
-    """Of two classes, what depends on the decision alone, when it is the second from a threshold on."""
+    """Of two classes, what depends only on the decision, when it is the second from a threshold on."""
     given_U = (predictions.scores[:, 1] >= threshold_U).astype(int)
     confusion_SCC = confusion_draws(predictions.truth[:, 0], given_U, 2, counts_SU)
     return Measures(*_of_confusion(confusion_SCC))
@@ -194,7 +194,7 @@ def _of_classes(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
 
 
 def _of_confusion(confusion_SCC: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What depends on the decisions alone: overall, by class."""
+    """What depends only on the decisions: overall, by class."""
     total_S = confusion_SCC.sum(axis=(1, 2))
     true_SC, given_SC = confusion_SCC.sum(axis=2), confusion_SCC.sum(axis=1)
     hit_SC = np.diagonal(confusion_SCC, axis1=1, axis2=2)
@@ -258,7 +258,7 @@ def _bins(confidence_U: np.ndarray) -> np.ndarray:
 
 
 def _tasks(predictions: Predictions) -> list[Predictions]:
-    """The predictions themselves, or each label as a task of its own."""
+    """The predictions themselves, or each label as a separate task."""
     if predictions.kind != "multilabel":
         return [predictions]
     return [as_task(predictions, number) for number in range(len(predictions.names))]

@@ -75,7 +75,7 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
 
 
 def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
-    """Metrics when the truth is dealt out anew over people: mean and central 95 % of the shuffles.
+    """Metrics when the truth is dealt out again over people: mean and central 95 % of the shuffles.
 
     finetuning.cohort.cohort.deal_over_people: a person with as many units as nobody else keeps its truth.
     """

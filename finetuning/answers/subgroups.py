@@ -1,7 +1,7 @@
 """The same predictions by device, laterality, site and age: whom a head or probe serves worse.
 
 In: `Scored` and the store's index. Out: for every group its people and the metrics of their units, pooled
-over the volumes of the group alone. A group of fewer than MIN_PEOPLE people, or of one class alone, has no
+over the volumes of only the group. A group of fewer than MIN_PEOPLE people, or of one class, has no
 metrics: None. `few` says why the intervals of another are too narrow.
 """
 

@@ -57,7 +57,7 @@ def hidden(entry: Entry, question: Question) -> dict[str, Cell]:
 
 
 def by_fold(entry: Entry, question: Question) -> dict[str, Cell]:
-    """The linear probe of each fold alone: a cell a fold, in their order. No column of the table."""
+    """The linear probe of each fold: a cell a fold, in their order. No column of the table."""
     cells = {}
     for number, cohort in enumerate(question.cohorts):
         probed = probe([cohort], entry.features())
@@ -159,13 +159,13 @@ def fine_tuned(entry: Entry, question: Question) -> dict[str, Cell]:
 
 
 class Stopped(UserError):
-    """The command was told to stop; the same command again goes on."""
+    """The command was stopped; the same command again goes on."""
 
     exit_code = EXIT_STOPPED
 
 
 def _tuning_source(encoder: Encoder, entry: Entry, question: Question, seed: int, number: int) -> Source:
-    """What a run of fine-tuning starts from: the encoder's weights, and a folder of its own."""
+    """What a run of fine-tuning starts from: the encoder's weights, and a separate folder."""
     name = hashlib.sha256(entry.identity.encode()).hexdigest()[:12]
     folder = storage.join(question.folder, f"{name}_seed_{seed}_fold_{number}")
     cfg = replace(

@@ -152,7 +152,7 @@ def architecture(cfg: Config) -> str:
 
 
 def baseline_entries(volumes: Volumes) -> list[Entry]:
-    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot, and the yardsticks."""
+    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot, and strong baselines."""
     rows = baselines(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)
 
     def entry(name: str) -> Entry:

@@ -119,7 +119,7 @@ def main_columns(board: Board) -> list[str]:
 
 
 def sentences(board: Board, results: Results) -> list[str]:
-    """What stands above and below the numbers."""
+    """What is above and below the numbers."""
     shown = [c for c in results.comparisons if c.shown]
     doubted = sum(bool(c.doubt) for c in results.comparisons)
     unclear = f"; of {doubted} nothing can be said" if doubted else ""

@@ -42,7 +42,7 @@ class Scored:
     scores: tuple[np.ndarray, ...]  # [n, C] in the order of each cohort's rows; NaN where nobody asks
 
     def evaluated(self, volumes: tuple[np.ndarray, ...] | None = None) -> Predictions:
-        """The units of all cohorts; `volumes`, bool [n] of each cohort: pooled over these alone."""
+        """The units of all cohorts; `volumes`, bool [n] of each cohort: pooled over these only."""
         return join(self.by_cohort(EVALUATED, volumes))
 
     def by_cohort(self, fold: int, volumes: tuple[np.ndarray, ...] | None = None) -> list[Predictions]:

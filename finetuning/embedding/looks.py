@@ -1,4 +1,4 @@
-"""Whether a scan looks like a retina, the right way up: from its own frames alone, no label, no model.
+"""Whether a scan looks like a retina, the right way up: only from its frames, no label, no model.
 
 In: uint8 frames [H, W] as they pass on their way to the grid, and the spacing. Out: beside QUALITY_COLUMNS
     upright_share   share of A-scans whose brightness rises more sharply than it falls on the way down, by the

@@ -144,7 +144,7 @@ def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
 
 
 def permuted(cohort: Cohort, seed: int) -> Cohort:
-    """The cohort with the targets of its training and validation people dealt out anew within each fold.
+    """The cohort with the targets of its training and validation people dealt out again within each fold.
 
     The volumes of a unit keep one target, the units of a person come from one person (deal_over_people);
     units of the evaluated fold keep theirs.

@@ -52,7 +52,7 @@ class SliceEncoder:
 
     def __init__(self, folder: str, size: int | None = None, blocks: Sequence[int] = ()) -> None:
         """`size`: of the square image that it is given, its own by default; `blocks`: those whose tokens are
-        joined, counted from 1, the last alone by default.
+        joined, counted from 1, only the last by default.
         """
         self.folder = Path(folder)
         for name in FILES:

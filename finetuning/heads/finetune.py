@@ -1,4 +1,4 @@
-"""Full fine-tuning: encoder and head together, layer by layer at rates of their own.
+"""Full fine-tuning: encoder and head together, layer by layer at different rates.
 
 In: a checkpoint of pre-training, the prepared store, a labelled cohort. Out: a run directory like that of
 pre-training, and `head.pt` of the best epoch, with the encoder that belongs to it. Running the same command
@@ -46,7 +46,7 @@ OUT_OF_MEMORY = "out of memory, although a trial step fitted"
 
 
 def finetune(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime) -> int:
-    """Run the configuration of a source to its end or to SIGTERM; returns the exit code. Raises UserError."""
+    """Run the configuration of a source, or until SIGTERM; returns the exit code. Raises UserError."""
     if source.cfg.train.ckpt_dir is None:
         raise UserError("train.ckpt_dir: expected a folder for the best epoch, found null")
     runtime.catch_signals()

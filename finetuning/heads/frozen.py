@@ -99,12 +99,12 @@ class TokenInputs:
 
 
 class Grid:
-    """Members of a head: parameters of their own, one AdamW whose groups have the members' rates."""
+    """Members of a head: separate parameters, one AdamW whose groups have the members' rates."""
 
     def __init__(
         self, head: nn.Module, pairs: Sequence[tuple[float, float]], cfg: Config, together: bool
     ) -> None:
-        """`pairs` of learning rate and weight decay; matrices alone decay. `together`: one forward pass for
+        """`pairs` of learning rate and weight decay; only matrices decay. `together`: one forward pass for
         all members, whose activations must fit into memory; else one member after the other.
         """
         self.head, self.pairs = head, pairs

@@ -138,7 +138,7 @@ def judge(cohort: Cohort, outputs_nC: Tensor, scale: tuple[float, float]) -> tup
 def validation_score(predictions: Predictions) -> float:
     """The metric of METRICS for this kind of task; larger is better.
 
-    A label of a multilabel task with one value alone has no AUROC and is left out; 0.5 where none has one.
+    A label of a multilabel task with only one value has no AUROC and is left out; 0.5 where none has one.
     """
     truth, scores = predictions.truth, predictions.scores
     if predictions.kind == "regression":

@@ -251,7 +251,7 @@ def settle_memory(tuning: Tuning, step: int) -> Tuning:
 
 def trial_step(tuning: Tuning, cfg: Config, micro: Batch) -> None:
     """A whole update of one micro-batch that moves nothing: what a step needs of memory, moments included. It
-    needs no other process, since another may run out of memory alone.
+    needs no other process, since another may be the only one to run out of memory.
     """
     model, optimizer = tuning.model, tuning.optimizer
     alone = replace(tuning.runtime, group=ALONE)

@@ -7,7 +7,7 @@ as they are and less the mean of their device over the training fold:
     robustness  is the nearest volume the same eye on another device (measures.py: nearest)
     device      balanced accuracy of a logistic probe for the device
     thickness   (a phantom) R2 of layer thickness by ridge, and the ICC of what it predicts over devices
-and the ICC of every output of a head. Rows beside them: the device alone (planted: must be 0), random
+and the ICC of every output of a head. Rows beside them: only the device (planted: must be 0), random
 initialisation, and on a phantom the truth. Features are standardised on the training fold. Intervals
 resample participants; neighbours stay. People that training saw are an error, as in finetuning.evaluate.
 A new answer is a look at the test participants (finetuning/cohort/ledger.py).
@@ -46,7 +46,7 @@ from utils.runtime.open import open_runtime
 
 FORMAT_VERSION = 1
 AS_IS, LESS_DEVICE = "as they are", "less the device's mean"
-PLANTED, TRUTH = "the device alone (planted)", "layer thickness, the truth"
+PLANTED, TRUTH = "only the device (planted)", "layer thickness, the truth"
 
 
 @dataclass(frozen=True)

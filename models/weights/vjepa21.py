@@ -1,6 +1,6 @@
 """The parts of a V-JEPA 2.1 file by our names.
 
-2.1 differs from 2.0 in what is around the blocks: patches of images have an embedding of their own, both
+2.1 differs from 2.0 in what is around the blocks: patches of images have another embedding, both
 kinds of patches get a learned vector for their modality, four depths have a norm each, and rotary positions
 are interleaved, with rows and columns spread over 16 x 16 whatever the grid (`model.rope=interpolated`).
 Volumes go the way of videos: that embedding, its vector added to the bias, and the norm of the last depth.

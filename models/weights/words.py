@@ -9,7 +9,7 @@
 inspect prints what a file holds. import fits weights to a configuration and prints a line for every key:
 loaded, adapted, left out or missing. export writes an encoder for others: --out its weights, --portable also
 a program that takes volumes as acquired, with a golden eye; with --head a head of finetuning.train and its
-encoder. selftest checks such a folder, or features that another pipeline gave for its golden eye, and names
+encoder. selftest checks that folder, or features that another pipeline gave for its golden eye, and names
 what is wrong.
 """
 
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     exporter.add_argument("--checkpoint", metavar="X.pt", help="with --head: where its encoder lies now")
     exporter.add_argument("--head", metavar="HEAD", help="head.pt, or its run's folder; with --portable")
     place = exporter.add_mutually_exclusive_group(required=True)
-    place.add_argument("--out", metavar="DIR", help="weights alone")
+    place.add_argument("--out", metavar="DIR", help="only the weights")
     place.add_argument("--portable", metavar="DIR", help="weights, programs and golden eye")
     exporter.add_argument("--which", choices=["target", "context"], default="target")
     exporter.add_argument("--layout", choices=["ours", "hf"], default="ours")

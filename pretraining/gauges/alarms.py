@@ -18,7 +18,7 @@ one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two chec
 `alarm/leak`, a prediction that sees its targets:
   moves    val/leak over LEAK_LIMIT: the prediction changes when nothing but its targets' voxels does.
            Rounding is far below, and any path from a target to its prediction above, learned or not.
-  perfect  val/skill_position over PERFECT_SKILL: the noise in the views alone is more than that leaves.
+  perfect  val/skill_position over PERFECT_SKILL: even the noise in the views is more than that leaves.
 A sign counts after PERSISTENCE log lines in a row, or two validations; val/leak, which has no noise, at once.
 """
 
@@ -65,8 +65,8 @@ class Alarm:
 
 class Alarms:
     """Reads the history of a run one line at a time; its state is saved with the run. `has_fixed_targets`:
-    what is predicted does not move with the encoder, so that a fall of the rank is no sign.
-    `has_neighbours`: every feature has a loss on voxels of its own, so that less of a rank is enough.
+    what is predicted does not move with the encoder, so that a fall of the rank is not a sign.
+    `has_neighbours`: every feature has a loss on its voxels, so that less of a rank is enough.
     """
 
     def __init__(self, has_fixed_targets: bool = False, has_neighbours: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Throughput: how fast the steps are, where their time goes, and how much of the device they use.
 
 In: laps that the loop and the step call out, each with the name of the part that has just ended. Out: the
-`perf/` metrics of one log line, over the time since the line before; docs/guides/throughput.md explains each.
+`perf/` metrics of one log line, over the time since the line before; docs/guides/dashboard.md explains each.
 A lap reads a clock or records an event: only `restart` and `metrics` wait for the device.
 
 CPU: the host's clock. CUDA: events on the stream, so the parts are the device's time, what it stands still

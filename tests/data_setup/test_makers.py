@@ -312,7 +312,7 @@ def test_the_boundaries_of_an_fda_are_laid_on_the_b_scans_that_they_fit(
 
 @needs_files
 def test_the_boundaries_of_a_real_fda_are_one_row_and_an_order_from_oct_converters() -> None:
-    """The digest is of oct-converter 0.7.0's array under numpy 1.26, as docs/guides/vendor-files.md says."""
+    """The digest is of oct-converter 0.7.0's array under numpy 1.26, as docs/guides/importers.md says."""
     path = VENDOR / "fda_minimized.fda"
     with path.open("rb") as file:
         drawn = topcon.contours(file, str(path), 650)

@@ -38,7 +38,7 @@ from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested
 
 # what docs/guides/dashboard.md says that one should look at
-GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text()
+GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text().split("## What to look at")[1]
 ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.startswith("|")]
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
 MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}

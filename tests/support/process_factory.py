@@ -41,8 +41,8 @@ def command(folder: Path, *overrides: str, processes: int = 1, module: str = MOD
 
 
 def documented_nodes(folder: Path, *overrides: str) -> list[list[str]]:
-    """The command of docs/guides/gpus.md for two machines, as two launchers of one process each."""
-    text = (ROOT / "docs/guides/gpus.md").read_text()
+    """The command of docs/guides/pretraining.md for two machines, as two launchers of one process each."""
+    text = (ROOT / "docs/guides/pretraining.md").read_text()
     (line,) = re.findall(r"^torchrun (--nnodes=2 .+) -m pretraining\.train ", text, re.MULTILINE)
     places = {"HOST0": "127.0.0.1", "29500": str(free_port()), "per-node=8": "per-node=1"}
     for word, here in places.items():

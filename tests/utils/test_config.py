@@ -84,7 +84,11 @@ def test_methods_configurations_hold_the_methods_values() -> None:
         assert c.spatial.target_spacing == (0.05, 0.02, 0.02)
         assert (c.spatial.image_size, c.spatial.patch_size) == ((64, 384, 384), (4, 16, 16))
         assert (c.method.mask_ratio, c.method.ema_base) == (0.6, 0.996)
-        assert (c.train.global_batch_size, c.train.per_core_batch_size, c.train.epochs) == (32, "auto", epochs)
+        assert (c.train.global_batch_size, c.train.per_core_batch_size, c.train.epochs) == (
+            32,
+            "auto",
+            epochs,
+        )
         assert (c.optim.base_lr, c.optim.weight_decay, c.optim.betas) == (1e-4, 0.05, (0.9, 0.95))
         assert (c.optim.warmup_ratio, c.optim.min_lr_ratio, c.optim.clip_grad_norm) == (0.03, 0.1, 0.01)
         assert (c.train.use_bf16, c.train.ckpt_every_epochs) == (True, 5)

@@ -31,6 +31,8 @@ from utils.report.pictures import (
 )
 from utils.report.run_files import findings, read_run, results
 
+FULL = np.zeros((200, 100)), (0.01, 0.02)  # a B-scan as a device gives it, and mm along both axes
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
@@ -502,11 +504,12 @@ def test_png_data_is_a_picture(tmp_path: Path) -> None:
 
 
 def test_pictures_of_the_documents_are_drawn_from_a_run(
-    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first volume, at its first and its last step; each picture is small enough for a repository."""
     write_snapshot(run_dir / "snapshots" / "step_00000200_row_000009.npz", "step 200, row 9")
     folder = tmp_path / "docs"
+    monkeypatch.setattr(draw_overview, "full_bscan", lambda *_: FULL)  # this run has no store
     draw_overview.main(["--run", str(run_dir)], folder)
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert paths == [folder / "overview.png", folder / "masks.png"]
@@ -524,7 +527,8 @@ def test_the_overview_gives_equal_features_equal_colours(tmp_path: Path) -> None
     good = vars(load_snapshot(tmp_path / "a.npz"))
     turned = {**good, "features": -good["features"][:, ::-1], "title": "volume, step 7"}
     save_snapshot(tmp_path / "b.npz", Snapshot(**turned))
-    figure = draw_overview.overview(load_snapshot(tmp_path / "a.npz"), load_snapshot(tmp_path / "b.npz"))
+    snapshots = (load_snapshot(tmp_path / name) for name in ("a.npz", "b.npz"))
+    figure = draw_overview.overview(*FULL, *snapshots)
     images = [axis.images[0].get_array() for axis in figure.axes]
     np.testing.assert_allclose(images[2], images[3], atol=1e-3)
     assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][3] == "step 7"

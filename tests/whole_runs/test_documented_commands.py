@@ -140,7 +140,7 @@ def given(pipeline: Path, small_encoder: None, tmp_path_factory: pytest.TempPath
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / PHANTOM).symlink_to(pipeline / "phantom")
     shutil.copytree(pipeline / "store", folder / STORE)
-    commands = {command.text: command for command in commands_of(PAGES["README.md"])}
+    commands = {command.text: command for command in commands_of(PAGES["docs/start/demo.md"])}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train, control = (c for c in commands.values() if c.module == "pretraining.train")

@@ -1,7 +1,7 @@
 """kill -9 at drawn moments, a full disk, a read-only target, two at once: nothing is lost.
 
 Real processes of `data_setup.prepare` and `data_setup.expand`; what they end with is compared byte by byte
-with an uninterrupted run, timestamps aside. docs/guides/survival.md.
+with an uninterrupted run, timestamps aside. docs/guides/unattended.md.
 """
 
 from __future__ import annotations

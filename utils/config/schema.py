@@ -131,7 +131,7 @@ class ModelConfig:
     feature_blocks: list[int] | None = key(
         None,
         "blocks, counted from 1, whose normalised outputs are joined: the features of every probe, head, "
-        "embed and export; null: the last alone",
+        "embed and export; null: only the last",
     )
     checkpoint: str | None = key(
         None, "what finetuning reads; null: best_probe.pt of this run", may_change=True, per_machine=True
@@ -180,7 +180,7 @@ class MethodConfig:
     control: Literal["penalty_only", "mismatched_targets", "mismatched_latents"] | None = key(
         None,
         "a control for claims, no way to train: the prediction's loss times 0, or, in training, the "
-        "targets of another volume of the batch: all of them, or the target encoder's features alone and "
+        "targets of another volume of the batch: all of them, or only the target encoder's features and "
         "no voxels",
     )
     init_from: str | None = key(
@@ -198,7 +198,7 @@ class MethodConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     base_lr: float = key(MISSING, "peak learning rate", ABOVE_0)
-    weight_decay: float = key(MISSING, "of matrices alone", AT_LEAST_0)
+    weight_decay: float = key(MISSING, "of matrices only", AT_LEAST_0)
     betas: tuple[float, float] = key(MISSING, "of AdamW", BELOW_1)
     warmup_ratio: float = key(MISSING, "share of the run", SHARE)
     cooldown_ratio: float = key(0.0, "vjepa2, mae: linear decay over the last share of the run", SHARE)

@@ -202,8 +202,8 @@ def _probe(answer: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def like_the_last(series: Mapping[str, Sequence[tuple[int, float]]], key: str) -> list[tuple[int, float]]:
-    """The values of a gauge of validation that rest on as many volumes as the last one, which alone can be
-    compared: before step 1 it is fewer. Runs from before val/volumes have those after step 0.
+    """The values of a gauge of validation that rest on as many volumes as the last one: no others can
+    be compared: before step 1 it is fewer. Runs from before val/volumes have those after step 0.
     """
     points, volumes = series.get(key, ()), dict(series.get("val/volumes", ()))
     if not points:

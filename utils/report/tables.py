@@ -44,7 +44,7 @@ GROUP_NOTE = (
 )
 QUALITY_NOTE = (
     "Median and lowest tenth: 0 is bad, 1 good. Then means of the five numbers, and how often each was the "
-    "worst. The limits are conventions; docs/guides/quality.md has them."
+    "worst. The limits are conventions; docs/guides/prepare.md has them."
 )
 
 ABSENT = "not there"
@@ -119,7 +119,7 @@ def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
 
 def truth_tables(truth: Mapping[str, Any]) -> list[Table]:
     """A table for each question of truth.json: R2 of every row by both readouts, and by how much pre-training
-    is above it. Files of before yardsticks have one readout.
+    is above it. Files without baselines have one readout.
     """
     asked = f"{truth['n_volumes']} volumes of {truth['n_participants']} participants of split test"
     titles = {

@@ -59,7 +59,7 @@ class Holder:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is there, and is the one that took the lease; for this machine alone."""
+        """Whether its process is there, and is the one that took the lease; only for this machine."""
         return process_start(self.pid) == self.process_start
 
 

@@ -36,7 +36,7 @@ DATA_LICENCE = (
 
 @contextmanager
 def open_log(cfg: Config, runtime: Runtime, start: int, total: int, *, synthetic: bool) -> Iterator[AnyLog]:
-    """The log of a run that begins now, or goes on; the first process alone writes one."""
+    """The log of a run that begins now, or goes on; only the first process writes one."""
     if not runtime.group.is_first:
         yield NoLog()
         return

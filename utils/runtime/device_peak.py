@@ -60,7 +60,7 @@ def device_peak(device: torch.device, name: str, use_bf16: bool) -> Peak:
 
 @cache  # the machine's, so once a process
 def measure_matmul(dtype: torch.dtype) -> float:
-    """FLOP/s of this CPU's matrix products: the fastest of any size. Global random state is left alone."""
+    """FLOP/s of this CPU's matrix products: the fastest of any size. Global random state is not touched."""
     best = 0.0
     generator = torch.Generator().manual_seed(0)
     for size in SIZES:

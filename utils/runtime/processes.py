@@ -155,7 +155,7 @@ class ProcessGroup(Group):
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Remember that a sum failed: `backward` raises a RuntimeError for that and for faults of its own."""
+        """Remember that a sum failed: `backward` raises a RuntimeError for that and for its faults."""
         try:
             yield
         except RuntimeError:
@@ -248,7 +248,7 @@ class ProcessGroup(Group):
 
 class HostGroup(ProcessGroup):
     """The hosts of an engine whose tensors are logically global (utils.runtime.xla): they are summed and
-    gathered as they are, and every host takes part in each computation. What is on the hosts alone goes over
+    gathered as they are, and every host takes part in each computation. What is only on the hosts goes over
     gloo.
     """
 

@@ -23,7 +23,7 @@ GRACE_S = 10.0  # for the log's last line; the thread that hangs may hold its lo
 
 
 class Watchdog:
-    """Watches from a thread of its own while it is entered; until then, and after, it only takes notes."""
+    """Watches from a separate thread while it is entered; until then, and after, it only takes notes."""
 
     def __init__(self, limit_s: float = math.inf) -> None:
         self.limit_s = limit_s

@@ -3,7 +3,7 @@
 In: PJRT_DEVICE (TPU, or CPU for tests; there CPU_NUM_DEVICES makes several) and what a Runtime is asked for.
 Out: the same, on tensors that are logically global: the first axis of a batch lies spread over the devices of
 all hosts, everything else is on each of them, and the compiler writes the sums between them.
-utils.runtime.single alone imports this file; torch_xla 2.9 is the last of its line, and what follows it
+Only utils.runtime.open imports this file; torch_xla 2.9 is the last of its line, and what follows it
 replaces this file.
 
 Operations are recorded, and run at `mark_step` as one compiled program. A Python number that changes from

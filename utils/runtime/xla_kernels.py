@@ -51,7 +51,7 @@ class RowGather:
     """The rows ids [B, T] of x [B, N, E], as [B, T, E]; B is spread over the devices of `mesh`.
 
     torch's `gather` becomes one of single values there, with three int64 of index for each; one of rows by
-    sample and id would do, but the partitioner does not see that each device needs its own samples alone.
+    sample and id would do, but the partitioner does not see that each device needs only its samples.
     """
 
     def __init__(self, mesh: xs.Mesh) -> None:

@@ -30,7 +30,7 @@ _CLOUDS = {  # how to log in, and what an account needs
 class StorageError(UserError):
     """An object that cannot be read or written; one line with the URL, the cause and what to do.
 
-    A message alone is enough, because torch's DataLoader makes a worker's error again from its text.
+    A message is enough, because torch's DataLoader makes a worker's error again from its text.
     """
 
     def __init__(self, url_or_message: str, problem: str | None = None) -> None:

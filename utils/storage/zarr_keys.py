@@ -27,7 +27,7 @@ class ObjectStore(Store):
     """A Zarr store on the reads and the whole writes of utils/storage/__init__.py.
 
     A key in `chunk_names` is known to exist: Zarr reads a lost chunk as zeros, here it is an error. With
-    `cache_dir`, such a key of a remote store is read through a local copy at cache_dir/chunk_names[key]; the
+    `cache_dir`, this key of a remote store is read through a local copy at cache_dir/chunk_names[key]; the
     name should change with the content.
     """
 

@@ -208,7 +208,7 @@ AMD|DR|Glaucoma/Training|Validation|Test/data_00001.npz
     orientation=Fact("first axis between B-scans, second axial; their order and the eye unknown", "+"),
     labels=Fact(
         "glaucoma; amd_condition as normal, early, intermediate or late; dr_subtype as vision-threatening or "
-        "not; each of its own 10,000 people; sex, race, ethnicity and language are not taken over",
+        "not; three groups of 10,000 people; sex, race, ethnicity and language are not taken over",
         "r",
     ),
     splits=Fact("Training, Validation, Test", "r"),

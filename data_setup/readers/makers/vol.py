@@ -2,7 +2,7 @@
 
 A VOL has a header of 2048 bytes, the localizer, then for each B-scan its own header (place, layers) and
 float32 intensities. ScaleX, ScaleZ and Distance are in mm; the places of the B-scans on the localizer give
-order and direction, checked as for HEYEX XML. A circle or star scan is no volume. Intensities 0..1 become
+order and direction, checked as for HEYEX XML. A circle or star scan is not a volume. Intensities 0..1 become
 grey values by eyepy's formula. Files that eyepy itself wrote (`ep-v...`) hold grey values 0..255 instead,
 which its own reader turns into two levels: they are taken as they are.
 """

@@ -22,7 +22,7 @@ MOST_ASCANS = 2000  # of a volume, evenly spaced
 
 
 class StructuralProjection:
-    """Fitted on the training volumes; every slab has weights of its own."""
+    """Fitted on the training volumes; every slab has separate weights."""
 
     def __init__(self, volumes: FlowVolumes) -> None:
         """Raises StorageError."""

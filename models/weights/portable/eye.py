@@ -1,6 +1,6 @@
 """The golden eye: a small phantom scan that no flip, swap or other scale leaves as it is.
 
-In: nothing. Out: uint8 [16, 128, 96], its spacing in mm and its direction. Layers of their own brightness
+In: nothing. Out: uint8 [16, 128, 96], its spacing in mm and its direction. Layers of different brightness
 under a surface that is tilted along both axes, a foveal pit off the centre, a disc and nerve fibres on one
 side, vessels with shadows, speckle. data_setup/phantom draws eyes like people's; this one only has to tell
 faults apart, and is small enough to lie beside the weights.

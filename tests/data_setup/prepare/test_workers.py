@@ -67,7 +67,7 @@ def test_runs_that_work_at_once_are_harmless(tree: Path, clean: Path, tmp_path: 
 @contextmanager
 def documented_worker(address: str, folder: Path) -> Iterator[None]:
     """A worker of the scheduler at `address`, by the guide's command, started in another folder."""
-    page = (ROOT / "docs/guides/cloud.md").read_text()
+    page = (ROOT / "docs/guides/prepare.md").read_text()
     (line,) = re.findall(r"^ +(.*dask worker .*) &", page, re.MULTILINE)
     line = line.replace("CLONE", str(ROOT)).replace("tcp://HOST:8786", address).replace("16", "1")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

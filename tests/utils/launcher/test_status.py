@@ -51,7 +51,7 @@ def test_status_waits_for_how_a_run_ended_that_ended_a_moment_ago(pod: Pod) -> N
 
 
 def test_the_documented_rule_restarts_what_was_lost_and_nothing_else(pod: Pod) -> None:
-    text = (ROOT / "docs/guides/launcher.md").read_text()
+    text = (ROOT / "docs/guides/tpu.md").read_text()
     (rule,) = [line for line in text.splitlines() if line.startswith("./run_tpu_xla.sh status;")]
 
     def follow_rule() -> str:

@@ -50,6 +50,18 @@ MEANINGS = {
     "takes_parts": "may take a part of another recipe",
 }
 
+SHORT = {  # of a type, on the page
+    "`true` or `false`": "`true`/`false`",
+    ", 1 or more": " ≥1",
+    ", 0 or more": " ≥0",
+    ", a number in [0, 1]": " in [0,1]",
+    ", a number above 0": " >0",
+    "; or null": "/null",
+    " or null": "/null",
+    "one of ": "",
+    "`, `": "`/`",
+}
+
 
 def configuration() -> str:
     """The page of the keys: a list for each section."""
@@ -59,7 +71,10 @@ def configuration() -> str:
         if head != section:
             section = head
             parts.append(f"\n## {head}\n\n")
-        kind = key.type.replace("`true` or `false`", "`true`/`false`") + (f"; {key.unit}" if key.unit else "")
+        kind = key.type
+        for words, short in SHORT.items():
+            kind = kind.replace(words, short)
+        kind += f"; {key.unit}" if key.unit else ""
         star = "†" if key.may_change else ""
         parts.append(f"* `{key.name}`{star}: {key.meaning} ({kind}; {key.default})\n")
     return "".join(parts)

@@ -268,17 +268,17 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 17_450,
-    "models": 4_948,
-    "pretraining": 2_614,
-    "finetuning": 12_972,
-    "utils": 8_856,
-    "benchmarks": 5_106,
-    "tests": 42_638,
+    "data_setup": 17_580,
+    "models": 5_531,
+    "pretraining": 2_628,
+    "finetuning": 15_700,
+    "utils": 9_108,
+    "benchmarks": 4_996,
+    "tests": 44_345,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),
-    "models": (15, 5, 20),
+    "models": (15, 5, 21),  # the losses have a kernel too
     "pretraining": (10, 5, 25),
     "finetuning": (16, 8, 50),
     "utils": (19, 8, 47),  # tables and terminal show a stranger's names by utils.errors
@@ -302,7 +302,7 @@ COMMANDS = {  # what a person runs as `python -m NAME`
 }
 # 97 keys, and the three of a family of method.mask_blocks. model.feature_blocks and optim.layer_decay came
 # with the start from an image model
-NUM_KEYS = 100
+NUM_KEYS = 101
 
 
 def lines_of(room: Path) -> int:

@@ -7,7 +7,7 @@ lossy 8:1), each decoded, decoded and resampled, prepared by one and by two work
 loop: pydicom `pixel_array`, MONAI `Spacing`, `ResizeWithPadOrCrop`. Seconds are those of one volume: the mean
 of the two files, each the median of its turns.
 Part `read`: one process reads the store of the recommended grid: page cache warm and dropped, the codec and a
-memcpy alone, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
+memcpy, the same volumes from their DICOM files, and from a gs:// server on loopback (which needs
 requirements-dev.txt). The whole input pipeline is a stage of benchmarks.accelerator.
 Nothing else should run on the machine. Files and stores stay in --work for the next run.
 """

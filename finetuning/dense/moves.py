@@ -86,8 +86,8 @@ class Moves:
         """Dim towards the darkest voxel of a plane, in its box and in its band."""
         darkest = voxels_BdHW.amin((1, 2, 3), keepdim=True)
         row, column = (_centres(n, voxels_BdHW.device) for n in voxels_BdHW.shape[2:])
-        top, bottom, left, right, *box = self.box_B6[:, :, None, None].unbind(1)
-        in_box = (row[:, None] > top) & (row[:, None] < bottom) & (column > left) & (column < right)
+        top, bottom, first, last, *box = self.box_B6[:, :, None, None].unbind(1)
+        in_box = (row[:, None] > top) & (row[:, None] < bottom) & (column > first) & (column < last)
         start, stop, *band = self.band_B4[:, :, None, None].unbind(1)
         in_band = (column > start) & (column < stop)
         light = torch.ones_like(voxels_BdHW[:, 0])

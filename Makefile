@@ -37,7 +37,7 @@ $(VENV)/installed: requirements.txt constraints.txt
 	@mkdir -p $(RUN)
 	@echo "== install: packages into $(VENV), minutes; 1.6 GB, with CUDA 6 GB"
 	@start=$$(date +%s); test -x $(PY) || $(PYTHON) -m venv $(VENV) && \
-	if [ -n "$(TORCH_INDEX)" ]; then $(PIP) "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX) || \
+	if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --no-deps --retries 1 "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX) || \
 	    echo "$(TORCH_INDEX): not reached, so torch comes from PyPI, with CUDA's libraries"; fi; \
 	$(PIP) -r requirements.txt -c constraints.txt && \
 	printf 'install\t%s\n' $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv

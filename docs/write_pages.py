@@ -29,8 +29,8 @@ python -m pretraining.train --config configs/smoke_test.yaml train.max_steps=20 
 ```
 
 * A typo, a wrong type and a rule between two keys that does not hold are errors of one line, exit code 2.
-* In brackets: type, unit, default. *required*: the file must hold it. A dagger (†): a resumed run may have
-  another value; any other change is refused.
+* In brackets: type, unit, default. Without a default it is null, or the file must hold the key. A dagger (†):
+  a resumed run may have another value; any other change is refused.
 * Triples are in the order D, H, W: B-scan, axial, A-scan. `${...}` is the value of another key.
 * On the command line a key of text takes what is written (`run.dir="runs/x #2"`, `experiment_name=007`), and
   null where it may be null. `~` in front of a path is the home folder, here and in files. Numbers are
@@ -50,6 +50,7 @@ MEANINGS = {
     "takes_parts": "may take a part of another recipe",
 }
 
+IMPLIED = ("*required*", "`null`")  # defaults that the page does not write
 SHORT = {  # of a type, on the page
     "`true` or `false`": "`true`/`false`",
     ", 1 or more": " ≥1",
@@ -76,7 +77,8 @@ def configuration() -> str:
             kind = kind.replace(words, short)
         kind += f"; {key.unit}" if key.unit else ""
         star = "†" if key.may_change else ""
-        parts.append(f"* `{key.name}`{star}: {key.meaning} ({kind}; {key.default})\n")
+        default = "" if key.default in IMPLIED else f"; {key.default}"
+        parts.append(f"* `{key.name}`{star}: {key.meaning} ({kind}{default})\n")
     return "".join(parts)
 
 

@@ -56,7 +56,7 @@ class UnetrDecoder(nn.Module):
         spatial, is_layers = cfg.spatial, cfg.task.kind == "layers"
         patch, (_, row_mm, column_mm) = spatial.patch_size, spatial.target_spacing
         self.planes, self.num_outputs, self.keeps_columns = patch[0], num_outputs, is_layers
-        self.is_relative = cfg.task.kind != "translation"  # brightness counts within a B-scan alone
+        self.is_relative = is_layers  # the brightness of voxels within their B-scan is what is read
         self.stride = 2 if row_mm < FINE_ROW_MM else 1, math.gcd(_power(COLUMN_MM / column_mm), patch[2])
         widths = [cfg.head.hidden * factor for factor in WIDTHS]
         apart = [

@@ -159,7 +159,7 @@ def test_a_planted_device_reads_0_and_the_anatomy_1(
     assert device["nearest_of_all"]["same_eye_other_device"] < 0.1
     assert device["thickness"]["r2"] < 0.2
     assert rows["random initialisation (seed 0)", False]["device_balanced_accuracy"] < 0.5
-    assert rows["the device alone (planted)", True]["robustness"] == 0.0
+    assert rows["only the device (planted)", True]["robustness"] == 0.0
     truth = rows["layer thickness, the truth", True]
     assert truth["robustness"] > 0.9
     assert truth["thickness"]["r2"] > 0.99  # the ridge gives the truth back

@@ -138,7 +138,11 @@ def _places(size: int, spacing: float, target_size: int, target_spacing: float) 
     step = target_spacing / spacing
     # the grid moves by half a step where B-scans are over a quarter of one away from it
     away = (np.arange(size) - (size - 1) / 2) / step - (target_size - 1) / 2
-    shift = 0.5 * (np.abs(away - np.floor(away + 0.5)).mean() > 0.25 + _CENTRE_TOLERANCE)
+    is_away = np.abs(away - np.floor(away + 0.5)).mean() > 0.25 + _CENTRE_TOLERANCE
+    # unless a grid that holds the whole scan would then lose its first B-scan
+    first = (size - 1) / 2 - (target_size - 1) / 2 * step
+    loses = target_size * step >= size * (1 - _CENTRE_TOLERANCE) and first > _CENTRE_TOLERANCE
+    shift = 0.5 * (is_away and not loses)
     return (np.arange(target_size) - (target_size - 1) / 2 + shift) * step + (size - 1) / 2
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic
@@ -33,7 +33,8 @@ from finetuning.dense.folds import count_look, crossed
 from finetuning.dense.head import GRADER, IMAGE, LABELS, PRETRAINED, RANDOM, UNET, DenseHead
 from finetuning.dense.kind import Content, Kind, Volumes
 from finetuning.dense.on_scan import OnScan
-from finetuning.dense.rivals import CLASSES, on_image_model, plain_unet, second_grader
+from finetuning.dense.resume import volumes_checksum
+from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
 from models.probes.intervals import EXACT_BELOW, smallest_p
@@ -72,7 +73,8 @@ class Fold(Generic[Volumes]):
         options, url = cfg.data.storage_options, head_url(folder)
         if storage.exists(url, options):
             state = load_checkpoint(url, options)
-            is_own = state["participants"] == people
+            labels = state.get("volumes_sha256")  # of labels that changed another head is trained, or refused
+            is_own = state["participants"] == people and labels == volumes_checksum(self.volumes)
             if is_own and state["encoder"]["checksum"] == self.source.state["checksum"]:
                 return self.kind.open_head(folder, options, self.source.url)
         if self.kind.train(self.source, self.volumes, self.runtime) != EXIT_FINISHED:
@@ -88,7 +90,7 @@ class Fold(Generic[Volumes]):
                 on_image_model, self.kind, self.source, self.volumes, self.runtime, self.image
             )
         if self.kind.name in CLASSES:
-            seconds = _processor_seconds(head.state["validation"][PRETRAINED]["history"])
+            seconds = head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"]
             seed = self.source.cfg.seed
             makers[UNET] = partial(plain_unet, self.kind, seed, self.volumes, self.runtime, seconds)
         results = [self._kept("head", head), *(self._kept(name, head, makers[name]) for name in makers)]
@@ -147,7 +149,10 @@ def crossfit(
     folds = crossed(cfg, whole, source.state["participants"])
     people = sorted({person for volumes in folds for person in volumes.people(EVALUATED)})
     overlap = count_seen(cfg, people, {"pre-training": source.state["participants"]}, source.url)
-    fingerprint = _fingerprint(source, folds, image)
+    owns = [open_originals(cfg, volumes, source.url, overrides) for volumes in folds]
+    if (why := next((own for own in owns if isinstance(own, str)), None)) is not None:
+        owns = [why] * len(folds)  # one measure for the whole table
+    fingerprint = _fingerprint(source, folds, image, why is None)
     place = Answer(cfg.run.dir, kind.name, fingerprint)
     known = place.known()
     if known is not None:
@@ -155,10 +160,9 @@ def crossfit(
     runtime = open_runtime(cfg.train.use_bf16)
     results: list[Examined[Volumes]] = []
     try:
-        for count, volumes in enumerate(folds, start=1):
+        for count, (volumes, measured) in enumerate(zip(folds, owns, strict=True), start=1):
             log.info("fold %d of %d: %s", count, len(folds), volumes.summary)
             own = _of_fold(source, count)
-            measured = open_originals(cfg, volumes, source.url, overrides)
             results += Fold(kind, own, volumes, runtime, fingerprint, image, measured).results()
     except StopRequested:
         log.info("stopped by %s; run the same command again to go on", runtime.stopped_by)
@@ -186,11 +190,13 @@ def _of_fold(source: Source, count: int) -> Source:
     return replace(source, cfg=replace(source.cfg, run=replace(source.cfg.run, dir=folder), train=train))
 
 
-def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | None) -> str:
+def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | None, on_scan: bool) -> str:
     """A hash of all that the answer depends on."""
     return digest(
         [
             FORMAT_VERSION,
+            on_scan,
+            graded_rows(source.cfg, folds[0].store),
             source.state["checksum"],
             {key: value for key, value in flatten(source.cfg) if not key.startswith(ELSEWHERE)},
             None if image is None else image.digest(),
@@ -198,15 +204,6 @@ def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | Non
             folds[0].facts().loc[np.unique(np.concatenate([v.rows for v in folds]))].to_numpy(str).tolist(),
         ]
     )
-
-
-def _processor_seconds(history: Sequence[Mapping[str, float]]) -> float:
-    """What training an arm took, from the clock of each process that it went on in."""
-    total = last = 0.0
-    for line in history:
-        total += last if line["processor_seconds"] < last else 0.0
-        last = line["processor_seconds"]
-    return total + last
 
 
 def _joined(

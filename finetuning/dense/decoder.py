@@ -127,7 +127,7 @@ def at_median(logits_BSdHW: Tensor) -> Tensor:
     share = (0.5 - before) / (below.gather(3, row) - before).clamp(min=1e-6)
     median = (row + share.clamp(0, 1) - 0.5).clamp(0, size - 1)
     places = torch.arange(size, device=below.device)[:, None]
-    return (1 - (places - median).abs()).clamp(min=1e-6).log()
+    return (1 - (places - median).abs()).clamp(min=1e-12).log()
 
 
 def _power(ratio: float) -> int:

@@ -22,6 +22,7 @@ from finetuning.cohort.source import Source
 from finetuning.dense.decoder import UNETR, UnetrDecoder
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.layers.decoder import build_decoder
+from finetuning.dense.resume import volumes_checksum
 from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
 from finetuning.features.yardsticks import WIDE, LocalTokens
 from finetuning.heads.head_file import checkpoint_of, common_state, head_url, require_size, trained_encoder
@@ -107,6 +108,7 @@ def dense_state(
             "step": validation[PRETRAINED]["step"],
             "arms": {name: decoder.state_dict() for name, (_, decoder) in arms.items()},
             "voxels": cfg.head.voxels,
+            "volumes_sha256": volumes_checksum(volumes),
             "random_seed": cfg.seed,
             "local_means": {name: arms[name][0].mean for name in arms if name in LOCAL},
             "validation": validation,

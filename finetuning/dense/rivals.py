@@ -25,6 +25,8 @@ from torch.utils.data import default_collate
 from data_setup.attach.labels import second_graders
 from data_setup.loader import EVALUATION_BATCH, StoredSamples, evaluation_batches
 from data_setup.normalisation import plain_view
+from data_setup.readers.faults import OCTReadError
+from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.cohort.source import Source
 from finetuning.dense import unet
@@ -122,6 +124,14 @@ def plain_unet(kind: Kind[Any], seed: int, volumes: DenseVolumes, runtime: Runti
     return UNET, predict, outputs
 
 
+def graded_rows(cfg: Config, store: PreparedStore) -> list[int]:
+    """The rows that a second grader has drawn on; none where the manifest cannot be read."""
+    try:
+        return sorted(map(int, second_graders(cfg, store)))
+    except storage.StorageError:
+        return []
+
+
 def second_grader(cfg: Config, volumes: DenseVolumes) -> Arm | None:
     """The surfaces of another grader, NaN where there are none; None where no evaluated volume has any."""
     try:
@@ -136,7 +146,11 @@ def second_grader(cfg: Config, volumes: DenseVolumes) -> Arm | None:
     def read(row: int) -> np.ndarray:
         result = np.full((len(volumes.names), d, w), np.nan, np.float32)
         if row in jobs:
-            (values,), facts = jobs[row].lay()
+            try:
+                (values,), facts = jobs[row].lay()
+            except (OCTReadError, storage.StorageError) as error:
+                log.warning("second grader: left out of a volume: %s", error)
+                return result
             for name, heights_DW in zip(str(facts["surfaces"]).split("|"), values, strict=True):
                 if name in volumes.names:
                     result[volumes.names.index(name)] = heights_DW

@@ -227,7 +227,7 @@ def train_arm(
     volumes. `encoder`: in the place of that of the arm's name. With `keeper` it is saved, and goes on where
     it was. Raises UserError, and StopRequested.
     """
-    cfg, clock = source.cfg, time.process_time()
+    cfg, entered = source.cfg, time.process_time()
     if encoder is None:
         encoder = encoder_of(name, cfg, source.state, source.url, _mean_of(name, source, volumes, runtime))
     module: Any = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
@@ -244,6 +244,7 @@ def train_arm(
         moving.load(state["moving"])
     if keeper is not None:
         keeper.enter(name, lambda: {"moving": moving.state_dict(), "trained": result.state_dict(cfg)})
+    clock = entered - (result.history[-1]["processor_seconds"] if result.history else 0.0)
     start, prefix = time.perf_counter(), "" if name == PRETRAINED else f"{name}/"
     # ---- loop: update, log, validate, save
     units, epochs = batches_of(cfg, volumes)

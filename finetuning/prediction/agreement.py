@@ -40,6 +40,7 @@ from utils.tables import NONE, Table, interval, number, page
 from utils.terminal import say
 
 LEAST_EYES = 3  # of a bias with limits
+LEAST_DRAWN = 0.95  # share of the A-scans that a grader drew, for a mean over the scan
 LIMIT = 1.96  # standard deviations of differences
 COLUMNS = ["person", "eye", "scan", "layer", "sector", "predicted_um", "given_um"]
 HEADER = ["", "eyes", "people", "bias, um", "limits of agreement", "mean |difference|", "ICC(2,1)"]
@@ -103,12 +104,15 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
         {(row["layer"], row["sector"]): row["um"] for row in rows_of(line | part) if row.get("layer")}
         for part in ({}, given)
     ]
-    facts = {"person": scan.person or record.path, "eye": fields["laterality"], "scan": record.path}
+    side = fields["laterality"] if fields["laterality"] in ("L", "R") else record.path
+    facts = {"person": scan.person or record.path, "eye": side, "scan": record.path}
+    is_whole = bool((np.isfinite(np.stack(rows)).mean(axis=(1, 2)) >= LEAST_DRAWN).all())
     return [
         facts
         | {"layer": layer, "sector": sector, "predicted_um": um, "given_um": number_of[1][layer, sector]}
         for (layer, sector), um in number_of[0].items()
         if um is not None and number_of[1].get((layer, sector)) is not None
+        if is_whole or sector != WHOLE  # or two means are of other A-scans
     ]
 
 

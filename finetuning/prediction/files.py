@@ -28,6 +28,7 @@ from data_setup.export.predictions import (
 )
 from data_setup.manifest import read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.open_record import kind_by_name
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.reader import PreparedStore
@@ -236,7 +237,8 @@ def _require_names(scans: Sequence[Scan]) -> None:
 
 def stem_of(name: str) -> str:
     """A path below the folder that was asked about, without the ending of a file."""
-    stem = re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[A-Za-z]\w{0,4})$", "", name)
+    is_file = kind_by_name(name) is not None or name.lower().endswith((".dcm", ".dicom"))
+    stem = re.sub(r"(\.nii\.gz|\.ome\.tiff?|\.[A-Za-z]\w{0,4})$", "", name) if is_file else name
     folder, slash, last = stem.rpartition("/")
     return f"{folder}{slash}{bounded(last)}"
 

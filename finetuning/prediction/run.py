@@ -102,6 +102,7 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
             predictor = _predictor(head, cfg, runtime, asked.occlusion, foveas)
             work = Answers(predictor, cfg, scans, out, planes)
         lines, code = _write(work, head, cfg, runtime, asked, out, lease)
+        lines = [*{line["path"]: line for line in lines}.values()]  # of a scan in two forms the newer
         by_path = {scan.record.path: scan for scan in scans}
         write_study(storage.join(out, "study.csv"), kind, lines, by_path, asked.visit_date, work.options)
         if kind == LAYERS:

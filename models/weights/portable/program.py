@@ -129,7 +129,11 @@ class PortableEncoder(nn.Module):
         """
         count, last = len(of_target), of_source.max()
         away = (of_source - last / 2) * spacing / target_spacing - (count - 1) / 2
-        shift = 0.5 * ((away - (away + 0.5).floor()).abs().mean() > 0.25 + CENTRE_TOLERANCE)
+        is_away = (away - (away + 0.5).floor()).abs().mean() > 0.25 + CENTRE_TOLERANCE
+        step = target_spacing / spacing
+        holds = count * step >= (last + 1) * (1 - CENTRE_TOLERANCE)
+        loses = holds & (last / 2 - (count - 1) / 2 * step > CENTRE_TOLERANCE)
+        shift = 0.5 * (is_away & ~loses)
         places = (of_target - (count - 1) / 2 + shift) * target_spacing / spacing + last / 2
         inside = (places - last / 2).abs() <= (last + 1) / 2 * (1 + CENTRE_TOLERANCE)
         source = (places - 0.5 - CENTRE_TOLERANCE).ceil().clamp(min=0).minimum(last)

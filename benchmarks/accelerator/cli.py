@@ -57,7 +57,7 @@ Values = dict[str, Any]
 
 
 class TimeUp(BaseException):
-    """The stage has had its time; no Exception, which a compiler would take for one of its own."""
+    """The stage has had its time; no Exception, which a compiler would catch."""
 
 
 class Bench:

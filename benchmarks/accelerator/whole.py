@@ -68,7 +68,7 @@ TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16
 
 
 def gpu_tests(limit_s: float, put: Callable[[str, Any], None]) -> None:
-    """`make test-gpu`, in a process of its own: the last lines, of which one says how many passed; all are
+    """`make test-gpu`, in another process: the last lines, of which one says how many passed; all are
     skipped where there is no GPU. RuntimeError where one fails.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]

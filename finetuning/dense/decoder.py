@@ -64,7 +64,7 @@ class UnetrDecoder(nn.Module):
         ]
         self.level = apart.index(min(apart))  # where tokens join
         self.tokens = nn.ModuleList()
-        if width:  # each B-scan of a token has features of its own
+        if width:  # each B-scan of a token has separate features
             narrow = nn.Linear(width, self.planes * TOKEN_WIDTH)
             self.tokens.extend([nn.LayerNorm(width), narrow, nn.Conv2d(TOKEN_WIDTH, widths[self.level], 1)])
         self.stem = nn.Conv2d(2, widths[0], 3, padding=1, stride=self.stride)

@@ -106,7 +106,7 @@ def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
     def mistaken(_: Any) -> None:
         try:
             time.sleep(20)
-        except BaseException as error:
+        except cli.TimeUp as error:
             raise ValueError("a compiler's own words") from error
 
     def failing(_: Any) -> None:

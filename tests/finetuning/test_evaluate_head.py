@@ -162,7 +162,7 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
         with pytest.raises(UserError, match=f"--config, --head: expected one of them, found {number}"):
             main(words)
     main(["--head", run])
-    assert "look" in capsys.readouterr().out.splitlines()[0]
+    assert "look" in capsys.readouterr().out.splitlines()[1]  # the first one announces
 
 
 def test_a_head_on_a_frozen_encoder_is_trained_in_each_fold(

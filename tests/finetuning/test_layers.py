@@ -92,7 +92,7 @@ def evaluated(trained: Path) -> tuple[Path, str]:
     folder = trained.parent / "evaluated"
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         command.main(["--head", str(trained), f"run.dir={folder}"])
-    return folder, printed.getvalue().removesuffix("\n")
+    return folder, printed.getvalue().removesuffix("\n").split("\n", 1)[1]  # after the line that announces
 
 
 def volumes_of(world: Path, *extra: str) -> LayerVolumes:

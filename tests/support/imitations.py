@@ -23,7 +23,7 @@ import tifffile
 import yaml
 from PIL import Image
 
-from data_setup.index.sets import files, folders
+from data_setup.index.sets import owners
 from data_setup.phantom.anatomy import SURFACES, make_eye
 from data_setup.phantom.cohort import draw_factors
 from data_setup.phantom.files import write_file
@@ -218,7 +218,7 @@ def _olives(root: Path) -> None:
             fluid = {name: int(one.lesions[name][frame].any()) for name in one.lesions}
             rows.append(
                 {
-                    folders._OLIVES_PATH: f"/{folder}/{name}",
+                    owners.OLIVES_PATH: f"/{folder}/{name}",
                     "Scan (n/49)": frame + 1,
                     "Fluid (IRF)": fluid["intraretinal_fluid"],
                     "Fluid (SRF)": fluid["subretinal_fluid"],
@@ -262,7 +262,7 @@ def _oimhs(root: Path) -> None:
         values[regions["retina"]], values[regions["BM"]] = 3, 4
         values[one.lesions["intraretinal_fluid"]] = 2
         values[one.lesions["subretinal_fluid"]] = 1
-        colours = np.array([(0, 0, 0), *folders._OIMHS_COLOURS.values()], np.uint8)[values]
+        colours = np.array([(0, 0, 0), *owners.OIMHS_COLOURS.values()], np.uint8)[values]
         for frame, pixels in enumerate(one.voxels, start=1):
             pair = np.concatenate([np.repeat(pixels[..., None], 3, axis=-1), colours[frame - 1]], axis=1)
             write_image(root / "Images" / str(n + 1) / f"{frame}.png", pair)
@@ -303,9 +303,9 @@ def _fairvision(root: Path) -> None:
     for place, disease in enumerate(values):
         for n in range(6):
             one = eye(("normal", "drusen")[n % 2], 3 * place + n // 2)  # no eye stands in two
-            folder = list(files._FAIRVISION_SPLITS)[n // 2]
+            folder = list(owners.FAIRVISION_SPLITS)[n // 2]
             about = {"age": one.age, "male": n % 2, "race": n % 3, "hispanic": 0, "language": 1}
-            label = {files._FAIRVISION_LABELS[disease]: values[disease][n % 2]}
+            label = {owners.FAIRVISION_LABELS[disease]: values[disease][n % 2]}
             path = root / disease / folder / f"data_{n + 1:05d}.npz"
             write_npz(path, oct_bscans=one.voxels, **label, **about)
 

@@ -1,19 +1,20 @@
 """What a plug says of a data set, and what it finds of it: plain values, no code of any one set.
 
-In: nothing. Out: `Plug`, one for each set, with a mark of certainty on everything that somebody wrote down;
-`Scan`, one volume of a tree; `Labels`, what comes with it.
+In: a section of catalogue.yaml. Out: `Plug`, one for each set, with a mark of certainty on everything that
+somebody wrote down; `Scan`, one volume of a tree; `Labels`, what comes with it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
+from data_setup.tables.text import SIDES
 from utils import storage
 from utils.config.schema import StorageOptions
 
@@ -23,8 +24,6 @@ MARKS = {
     "r": "the set's own README or paper",
     "n/v": "not verified: look before you rely on it",
 }
-PROBE = "configs/cls_linear_probe.yaml"
-OF_VOLUMES = ("task.labels_path={out}/labels.tsv", "task.unit=volume")  # where a task's labels are of visits
 Shape = tuple[int, int, int]
 Triple = tuple[float, float, float]
 
@@ -56,13 +55,6 @@ class Tree:
         """Each path in which the regular expression is found, in order."""
         compiled = re.compile(pattern)
         return [match for path in self.sizes if (match := compiled.search(path))]
-
-    def folders(self, pattern: str) -> dict[str, re.Match[str]]:
-        """{folder: match of its first file}, of the files that match."""
-        found_in: dict[str, re.Match[str]] = {}
-        for match in self.matches(pattern):
-            found_in.setdefault(match.string.rpartition("/")[0], match)
-        return found_in
 
     def url(self, path: str) -> str:
         """The URL of a path below the root."""
@@ -125,16 +117,61 @@ class Plug:
     orientation: Fact
     labels: Fact
     splits: Fact
-    find: Callable[[Tree], list[Scan]]  # raises UserError for a table that cannot be read
     tasks: tuple[Task, ...]
+    row: Mapping[str, Any]  # how a volume is found, and its cells: the other keys of the catalogue
     classes: Mapping[str, str] = field(default_factory=dict)  # the set's word -> study_group
     label_classes: Mapping[int, str] = field(default_factory=dict)
     surfaces: tuple[str, ...] = ()  # from the vitreous down
+    # what a line of the catalogue cannot say, made for a tree; raises UserError for a table that is damaged
+    refine: Callable[[Plug, Tree], Callable[[Scan, re.Match[str]], Scan]] | None = None
+    read_labels: Callable[[Tree, str, Shape], Labels] | None = None  # of the path of a volume
     read_classes: Callable[[Tree], Mapping[int, str]] | None = None  # where the tree itself names them
+
+    @classmethod
+    def of(cls, name: str, section: Mapping[str, Any], **code: Any) -> Plug:
+        """The plug of a section of the catalogue; `code`: its callables, by field."""
+        own = {f.name: section[f.name] for f in fields(cls) if f.name in section}
+        for key in (f.name for f in fields(cls) if f.type == "Fact"):
+            text, _, mark = section[key].rpartition(" ")
+            own[key] = Fact(text, mark.strip("[]"))
+        tasks = (words.split() for words in section["tasks"])
+        own["tasks"] = tuple(Task(config, tuple(changes)) for config, *changes in tasks)
+        own["surfaces"] = tuple(section.get("surfaces", ()))
+        row = {key: value for key, value in section.items() if key not in own}
+        return cls(name=name, row=row, **(own | code))
+
+    def find(self, tree: Tree) -> list[Scan]:
+        """The volumes of a tree; raises UserError for a table that cannot be read."""
+        refine = self.refine(self, tree) if self.refine else lambda scan, match: scan
+        matches: dict[str, re.Match[str]] = {}  # of a folder the first
+        for match in tree.matches(self.row.get("files") or self.row["folders"]):
+            matches.setdefault(match.string if "files" in self.row else folder_of(match.string), match)
+        return [refine(self._scan(tree, path, match), match) for path, match in matches.items()]
+
+    def _scan(self, tree: Tree, path: str, match: re.Match[str]) -> Scan:
+        row, groups = self.row, match.groupdict(default="")
+        group = self.classes.get(groups.get("kind", ""), "")
+        return Scan(
+            path=path,
+            person_id=row["person"].format(group=group, **groups),
+            device=row.get("device", "unknown"),
+            protocol=row.get("protocol", "unknown").format(**groups),
+            laterality=SIDES.get(groups.get("eye", "").lower(), ""),
+            region=row.get("region", "Macula"),
+            spacing=fixed(*row["mm"]) if "mm" in row else of_field(*row["field"]) if "field" in row else None,
+            yaml=row.get("yaml", {}),
+            facts={"study_group": group} if group else {},
+            labels=partial(self.read_labels, tree, path) if self.read_labels else None,
+        )
 
     def classes_of_voxels(self, tree: Tree) -> Mapping[int, str]:
         """{value: name} of the label volumes, 0 left out; raises UserError."""
         return self.label_classes if self.read_classes is None else self.read_classes(tree)
+
+
+def folder_of(path: str) -> str:
+    """The folder of a file."""
+    return path.rpartition("/")[0]
 
 
 def fixed(d: float, h: float, w: float) -> Callable[[Shape], Triple]:

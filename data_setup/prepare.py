@@ -16,12 +16,12 @@ same bytes.
     python -m data_setup.prepare --config FILE --labels [--workers N]       afterwards, labels of the manifest
     python -m data_setup.prepare --config FILE --flow [--workers N]         afterwards, flow cubes of OCTA
     python -m data_setup.prepare --config FILE --verify [--workers N]
-    python -m data_setup.prepare --config FILE --check-only [--json URL] [--pixel-hash all|same-size|none]
+    python -m data_setup.prepare --config FILE --check-only [--json URL]
 
 With `--dask` the workers of a cluster prepare the rows in place of this machine's processes: they need this
 repository, data.gcs_root and data.store. `--verify` reads every volume again and compares checksums.
 `--check-only` reads headers alone, writes no store and ends with 1 where something is wrong
-(data_setup/check/tree.py). `--heights` lays the height maps of data.octa_manifest_path on
+(data_setup/check.py). `--heights` lays the height maps of data.octa_manifest_path on
 the volumes of a finalised store (data_setup/attach/heights.py), `--labels` what the manifest's columns
 label_volume and label_surfaces name (attach/labels.py), `--flow` the flow cubes and en-face images
 of data.octa_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
@@ -50,7 +50,7 @@ from typing import Any
 
 import pandas as pd
 
-from data_setup.check.tree import PIXEL_HASH_MODES, audit_files, check_tree, list_tree
+from data_setup.check import audit_files, check_tree, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
@@ -98,7 +98,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
     )
     parser.add_argument("--json", metavar="URL", help="where to write the report (default: in data.store)")
-    parser.add_argument("--pixel-hash", choices=PIXEL_HASH_MODES, help="find duplicates (default same-size)")
 
 
 LOOKED_AT = 100  # files of a run that are looked at whatever the rejects
@@ -251,15 +250,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check_only and args.dask:
         raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
     if args.check_only:
-        return check_tree(cfg, args.workers, args.pixel_hash or "same-size", args.json)
+        return check_tree(cfg, args.workers, args.json)
     if args.verify:
         return verify(cfg, args.workers, args.dask)
     if chosen:
         if args.dask:
             raise UserError(f"--dask: expected no {chosen} with it, which runs on this machine, found it")
         return _attach(chosen, cfg, args.workers)
-    if args.json or args.pixel_hash:
-        raise UserError("--json, --pixel-hash: expected --check-only with them, found none")
+    if args.json:
+        raise UserError("--json: expected --check-only with it, found none")
     # ---- who is in: the manifest's records; splits of our own stay as they were, so nobody changes sides
     start = time.perf_counter()
     options, root = cfg.data.storage_options, cfg.data.gcs_root

@@ -1,8 +1,8 @@
-"""DICOM in, arrays out: native frames of any multi-frame file; OPT volumes with geometry, or a named error.
+"""An OPT volume of a DICOM file, with its geometry, or a named error.
 
-In: a URL of a DICOM file. Out: `decode_frames` gives the stored values; `read_volume` an OCT volume, uint8
-[D, H, W], superior -> inferior, with its `OCTHeader`; `open_volume` the same frame by frame.
-Every fault is an `OCTReadError` with a `RejectReason`. Only voxels and an `OCTHeader` leave a file.
+In: a URL of a DICOM file. Out: `read_volume` gives uint8 [D, H, W], superior -> inferior, with its
+`OCTHeader`; `open_volume` the same frame by frame. Every fault is an `OCTReadError` with a `RejectReason`.
+Only voxels and an `OCTHeader` leave a file.
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 """
 
@@ -109,18 +109,6 @@ class OCTVolume:
     header: OCTHeader
 
 
-def decode_frames(url: str, options: StorageOptions | None = None) -> np.ndarray:
-    """All native frames [F, rows, cols] or [F, rows, cols, samples], stored values; raises OCTReadError."""
-    frames = _native(url, options)
-    layout = next(frames)
-    first = next(frames)
-    result = np.empty((layout.frames, *first.shape), first.dtype)
-    result[0] = first
-    for index, frame in enumerate(frames, start=1):
-        result[index] = frame
-    return result
-
-
 def open_volume(
     url: str, options: StorageOptions | None = None, record: Record | None = None
 ) -> tuple[OCTHeader, Iterator[np.ndarray]]:
@@ -144,25 +132,15 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
     return OCTVolume(voxels, header)
 
 
-def read_header(file: BoundedFile, url: str, record: Record | None = None) -> tuple[OCTHeader, int]:
-    """(header, offset of the pixel data) of an open file, without a pixel; raises OCTReadError.
+def read_header(file: BoundedFile, url: str, record: Record | None = None) -> OCTHeader:
+    """The header of an open file, without a pixel; faults of single compressed frames need `open_volume`.
 
-    Faults of single compressed frames need `open_volume`.
+    Raises OCTReadError.
     """
-    ds = read_dataset(file, _VOLUME_TAGS, url)
-    header, layout = _header(ds, file, url, record)
+    header, layout = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
-    return header, file.tell()
-
-
-def _native(url: str, options: StorageOptions | None) -> Iterator[Any]:
-    # A generator that has been started closes its file whether it is exhausted or dropped.
-    with open_file(url, options) as opened:
-        file = BoundedFile(opened)
-        layout = read_layout(read_dataset(file, PIXEL_TAGS, url), url)
-        yield layout
-        yield from iter_pixels(file, layout, url)
+    return header
 
 
 def _volume(url: str, options: StorageOptions | None, record: Record | None) -> Iterator[Any]:

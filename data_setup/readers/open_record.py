@@ -112,7 +112,7 @@ def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader
             named_faults(url, RejectReason.NOT_DICOM, "a DICOM file"),
         ):
             bounded = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
-            header = dicom.read_header(bounded, url, record)[0]
+            header = dicom.read_header(bounded, url, record)
     else:
         file = None if kind == "folder" else RangeFile(kinds.split_part(url)[0], size, options, PEEK_BYTES)
         volume = _volume(kind, record, options, file)

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 from pydicom.dataset import FileDataset
 
-from data_setup import prepare
-from data_setup.check import tree as check
-from data_setup.check.tree import Finding
+from data_setup import check, prepare
+from data_setup.check import Finding
 from data_setup.phantom import cli as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy
@@ -134,9 +133,7 @@ def test_a_sound_tree(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     stored = sum((good / e.path).stat().st_size for e in GOOD)
     read = report["bytes"]
     assert read["stored"] == stored
-    assert read["header"] == 6 * check.HEAD_BYTES
-    assert read["sample"] == 6 * 2**14  # of one length, and different in the middle
-    assert read["pixels"] == 0
+    assert read["fetched"] == 6 * check.HEAD_BYTES
     output = capsys.readouterr().out
     assert f"bytes fetched / stored: {read['fetched']} / {stored}" in output
     assert "nothing wrong in the headers of 6 files" in output
@@ -147,17 +144,16 @@ def test_the_report_is_beside_the_rows_by_default(good: Path, tmp_path: Path) ->
     command = ["--config", str(SMOKE), f"data.gcs_root={good}", f"data.store={store}", "--workers", "0"]
     assert prepare.main([*command, "--check-only"]) == 0
     assert [p.name for p in store.iterdir()] == ["check_report.json"]
-    with pytest.raises(UserError, match=r"--json, --pixel-hash: expected --check-only"):
-        prepare.main([*command, "--pixel-hash", "all"])
+    with pytest.raises(UserError, match=r"--json: expected --check-only"):
+        prepare.main([*command, "--json", "x.json"])
 
 
 def test_what_contradicts_and_what_is_there_twice(tmp_path: Path) -> None:
     eyes = [
         *GOOD[:3],
-        Eye("9004", "1.2.3.14", seed=0),  # the pixels of the first, under a UID of another length
         Eye("9005", "1.2.3.1", seed=7, in_manifest=False),  # the UID of the second
         Eye("9006", "1.2.3.5", seed=5, side="L", header_side="R"),
-        Eye("9007", "1.2.3.8", seed=8, shape=(32, 200, 202)),
+        Eye("9007", "1.2.3.8", seed=8),
     ]
     root = write_tree(tmp_path / "tree", eyes)
     (root / eyes[2].path).unlink()
@@ -167,24 +163,12 @@ def test_what_contradicts_and_what_is_there_twice(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text() + f"9007\tR\t\t\t\t\t/{nifti}\n")
     code, report = run(root, tmp_path)
     assert code == 1
-    twin, orphan = eyes[3].path, eyes[4].path
-    assert report["duplicates"]["pixels"] == [[eyes[0].path, twin]]
-    assert report["duplicates"]["uid"] == [[eyes[1].path, orphan]]
+    orphan = eyes[3].path
+    assert report["duplicates"] == [[eyes[1].path, orphan]]
     assert report["orphans"] == [orphan]
     assert eyes[2].path in report["missing"]
-    assert report["laterality_conflicts"] == [eyes[5].path]
+    assert report["laterality_conflicts"] == [eyes[4].path]
     assert report["not_opened"] == {"NIfTI": 1}
-    voxels = int(np.prod(SHAPE))
-    assert report["bytes"]["pixels"] == 2 * voxels
-    assert report["bytes"]["sample"] == 5 * 2**14  # not of the one with a length of its own
-    assert set(report["pixel_hashes"]) == {eyes[0].path, twin}
-    _, none = run(root, tmp_path, "--pixel-hash", "none")
-    assert none["duplicates"]["pixels"] == []
-    assert none["bytes"]["sample"] == none["bytes"]["pixels"] == 0
-    assert "the same pixel data: not looked for" in check.table(none)
-    _, every = run(root, tmp_path, "--pixel-hash", "all")
-    assert every["duplicates"]["pixels"] == report["duplicates"]["pixels"]
-    assert every["bytes"]["pixels"] == 5 * voxels + 32 * 200 * 202
 
 
 def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,16 +180,15 @@ def test_a_scan_filed_under_two_people_is_named(tmp_path: Path, capsys: pytest.C
     assert report["skipped"] == {}
     assert (report["records"], report["ok"], report["orphans"]) == (3, 3, [])
     assert report["doubles"] == [twice.path]
-    pair = [GOOD[1].path, twice.path]
-    assert report["duplicates"] == {"uid": [pair], "pixels": [pair]}
+    assert report["duplicates"] == [[GOOD[1].path, twice.path]]
     output = capsys.readouterr().out
     doubles = "an earlier row has the SOPInstanceUID; prepare leaves out what has its voxels too: 1\n    "
     assert doubles + twice.path in output
     assert "something is wrong" in output
 
     write_opt((root / twice.path).parent, speckle(*SHAPE, seed=9), name=Path(twice.path).name)  # another UID
-    code, report = run(root, tmp_path, "--pixel-hash", "none")
-    assert (code, report["doubles"], report["duplicates"]["uid"]) == (1, [twice.path], [])
+    code, report = run(root, tmp_path)
+    assert (code, report["doubles"], report["duplicates"]) == (1, [twice.path], [])
     assert report["unreadable"] == {"header_mismatch": 1}
 
     (root / twice.path).unlink()  # nothing is lost, and nothing double: a row without a file

@@ -18,9 +18,9 @@ from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate, generate_frames
 from pydicom.uid import UID, HTJ2KLossless, JPEG2000Lossless, JPEGBaseline8Bit
 
-from data_setup.readers.dicom import RejectReason, decode_frames, open_volume, read_volume
+from data_setup.readers.dicom import RejectReason, open_volume, read_volume
 from tests.data_setup.dicom.reading import reason_of
-from tests.support.dicom_factory import speckle, write_opt
+from tests.support.dicom_factory import decode_frames, speckle, write_opt
 from tests.support.dicom_fuzz import LIMIT_S, Result, run_cases
 
 J2K_START = b"\xff\x4f\xff\x51"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from pydicom.uid import UID, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from data_setup.export.items import make_item as item
 from data_setup.export.items import new_file
+from data_setup.readers.dicom import PIXEL_TAGS, open_file, read_dataset
+from data_setup.readers.pixels import BoundedFile, iter_pixels, read_layout
 
 OPT = "1.2.840.10008.5.1.4.1.1.77.1.5.4"
 TRITON = "9001_triton_macula_6x6_octa_oct_r_1.2.3.dcm"
@@ -108,3 +111,16 @@ def rows_down(frames: int, start: float = 100, step: float = 10) -> list[list[fl
 def steps_along(frames: int, axis: int, step: float) -> list[list[float]]:
     """ImagePositionPatient of a raster that steps along one axis (0 x, 1 y, 2 z), mm."""
     return [[step * i if a == axis else 1.0 for a in range(3)] for i in range(frames)]
+
+
+def decode_frames(url: str) -> np.ndarray:
+    """Stored values [F, rows, cols] or [F, rows, cols, samples] of any multi-frame file."""
+    with open_file(url, None) as opened:
+        file = BoundedFile(opened)
+        layout = read_layout(read_dataset(file, PIXEL_TAGS, url), url)
+        frames = iter_pixels(file, layout, url)
+        first = next(frames)
+        result = np.empty((layout.frames, *first.shape), first.dtype)
+        for index, frame in enumerate(chain([first], frames)):
+            result[index] = frame
+        return result

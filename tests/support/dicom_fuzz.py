@@ -40,9 +40,18 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from data_setup.readers.dicom import OCTReadError, decode_frames, open_volume, read_volume
+from data_setup.readers.dicom import OCTReadError, open_volume, read_volume
 from data_setup.resample import resample_frames
-from tests.support.dicom_factory import CIRRUS, item, opt_dataset, rows_down, speckle, steps_along, write_opt
+from tests.support.dicom_factory import (
+    CIRRUS,
+    decode_frames,
+    item,
+    opt_dataset,
+    rows_down,
+    speckle,
+    steps_along,
+    write_opt,
+)
 from utils.storage import write_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

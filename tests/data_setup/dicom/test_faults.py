@@ -21,9 +21,9 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from data_setup.readers.dicom import OCTReadError, RejectReason, decode_frames, read_volume
+from data_setup.readers.dicom import OCTReadError, RejectReason, read_volume
 from tests.data_setup.dicom.reading import SYNTAXES, assign, reason_of
-from tests.support.dicom_factory import opt_dataset, rows_down, speckle, steps_along, write_opt
+from tests.support.dicom_factory import decode_frames, opt_dataset, rows_down, speckle, steps_along, write_opt
 
 
 def test_files_that_are_no_dicom(tmp_path: Path) -> None:

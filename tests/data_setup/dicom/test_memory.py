@@ -15,10 +15,10 @@ from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate, generate_frames
 from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless
 
-from data_setup.readers.dicom import RejectReason, decode_frames, read_volume
+from data_setup.readers.dicom import RejectReason, read_volume
 from data_setup.readers.pixels import BoundedFile
 from tests.data_setup.dicom.reading import assign, reason_of
-from tests.support.dicom_factory import speckle, write_opt
+from tests.support.dicom_factory import decode_frames, speckle, write_opt
 from tests.support.pipeline_factory import ROOT
 
 
@@ -51,7 +51,8 @@ def test_frames_of_no_bytes_cost_nothing(tmp_path: Path, count: int, size: int) 
 MEASURE = """
 import sys
 from pathlib import Path
-from data_setup.readers.dicom import OCTReadError, decode_frames, read_volume
+from data_setup.readers.dicom import OCTReadError, read_volume
+from tests.support.dicom_factory import decode_frames
 def kilobytes(key):
     return int(Path("/proc/self/status").read_text().split(key + ":")[1].split()[0])
 read_volume(sys.argv[3])  # codecs and tables load on first use

@@ -13,9 +13,9 @@ from pydicom.filewriter import dcmwrite
 from pydicom.sequence import Sequence
 from pydicom.uid import UID, ExplicitVRBigEndian, JPEG2000Lossless, RLELossless
 
-from data_setup.readers.dicom import OCTReadError, RejectReason, decode_frames, open_volume, read_volume
+from data_setup.readers.dicom import OCTReadError, RejectReason, open_volume, read_volume
 from tests.data_setup.dicom.reading import SYNTAXES, assign, read_header, reason_of
-from tests.support.dicom_factory import TRITON, item, opt_dataset, speckle, write_opt
+from tests.support.dicom_factory import TRITON, decode_frames, item, opt_dataset, speckle, write_opt
 from tests.support.pipeline_factory import ROOT
 from utils.storage import write_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data_setup.check.tree import audit_files, list_tree
+from data_setup.check import audit_files, list_tree
 from data_setup.manifest import read_records
 from data_setup.phantom.files import MANIFEST_COLUMNS
 from tests.support.pipeline_factory import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from data_setup.check.tree import list_tree
+from data_setup.check import list_tree
 from data_setup.manifest import read_records
 from tests.data_setup.manifest.cohorts import TREE, audit_of, config, people_of, row, write_tree
 from utils import storage

@@ -1,23 +1,21 @@
 """The verdict on a whole tree from the first bytes of its files: `prepare --check-only`.
 
 In: the manifest's records (`Config`). Out: check_report.json, a table and a verdict. HEAD_BYTES of each DICOM
-file are fetched, and more only when the header is longer. `--pixel-hash` says which files are read to the
-end: `same-size` those that have the length of another one's pixel data and the same bytes in its middle;
-`all`; `none`. Only decoding shows the faults in FULL_PASS_ONLY. Exit codes: docs/guides/prepare.md.
+file are fetched, and more only when the header is longer. Only decoding shows the faults in FULL_PASS_ONLY.
+Exit codes: docs/guides/prepare.md.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from pydicom.uid import UID
 
@@ -38,10 +36,6 @@ from utils.workers import pool_of
 
 EXIT_FOUND_BAD = 1
 HEAD_BYTES = 2**16  # of one request; the header of some hundred frames
-PIXEL_HASH_MODES = ("same-size", "all", "none")
-_SAMPLE_BYTES = 2**14  # from the middle of the pixel data
-_READ_BYTES = 2**23
-_K = TypeVar("_K")
 OK, NOT_OPENED = "ok", "not_opened"  # NOT_OPENED: of another kind than DICOM, so the header is not read
 # Only decoding shows these. The length of an uncompressed file shows the first two.
 FULL_PASS_ONLY = (
@@ -51,7 +45,7 @@ FULL_PASS_ONLY = (
     "constant_volume",
     "few_grey_levels, and values that a rescale would clip",
     "a field smaller than a voxel of the grid",
-    "files that are no DICOM (counted as not_opened)",
+    "pixels that two files share, and files that are no DICOM (counted as not_opened)",
 )
 SHOWN = 3  # names of each kind of problem in the table; the JSON has all
 _UM = 1000
@@ -70,27 +64,8 @@ class Finding:
     message: str | None = None
     kind: str = "DICOM"
     header: OCTHeader | None = None
-    pixel_start: int | None = None  # bytes before the value of the pixel data
-    sample: str | None = None  # digest of bytes from the middle of the pixel data
-    pixel_hash: str | None = None  # digest of all bytes from pixel_start on
-    fetched: dict[str, int] = field(default_factory=dict)  # bytes by purpose: header, sample, pixels
+    fetched: int = 0  # bytes
     requests: int = 0
-
-    @property
-    def pixel_bytes(self) -> int:
-        return self.size - (self.pixel_start or 0)
-
-    @property
-    def sop_instance_uid(self) -> str | None:
-        return self.header.sop_instance_uid if self.header else None
-
-
-def grouped(findings: Iterable[Finding], key: Callable[[Finding], _K]) -> dict[_K, list[Finding]]:
-    """Key -> the findings that have it."""
-    groups: dict[_K, list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault(key(finding), []).append(finding)
-    return groups
 
 
 @dataclass(frozen=True)
@@ -145,8 +120,8 @@ def read_finding(finding: Finding, options: StorageOptions) -> Finding:
         else:
             with named_faults(finding.url, RejectReason.NOT_DICOM, "a DICOM file"):
                 bounded = BoundedFile(file)
-            header, pixel_start = read_header(bounded, finding.url, finding.record)
-            finding = replace(finding, header=header, pixel_start=pixel_start)
+            header = read_header(bounded, finding.url, finding.record)
+            finding = replace(finding, header=header)
             if finding.record is not None:
                 check_manifest(finding.record, header)
     except OCTReadError as error:
@@ -155,57 +130,7 @@ def read_finding(finding: Finding, options: StorageOptions) -> Finding:
         finding = replace(finding, status=RejectReason.MISSING_FILE.value, message=error.problem)
     except storage.StorageError as error:
         finding = replace(finding, status=UNREAD, message=error.problem)
-    return replace(finding, fetched={"header": file.fetched}, requests=file.requests)
-
-
-def add_digest(finding: Finding, purpose: str, options: StorageOptions) -> Finding:
-    """Add the digest of the stored bytes from the pixel data's value to the end of the file ("pixels"), or
-    of bytes from the middle of it ("sample"): equal pixels have equal middles.
-    """
-    assert finding.pixel_start is not None
-    start, end = finding.pixel_start, finding.size
-    if purpose == "sample":
-        start += finding.pixel_bytes // 2
-        end = min(start + _SAMPLE_BYTES, end)
-    digest, count, requests = hashlib.blake2b(digest_size=16), 0, 0
-    try:
-        for position in range(start, end, _READ_BYTES):
-            data = storage.read_range(finding.url, position, min(position + _READ_BYTES, end), options)
-            digest.update(data)
-            count, requests = count + len(data), requests + 1
-    except storage.StorageError as error:
-        return replace(finding, status=UNREAD, message=error.problem)
-    fetched, requests = finding.fetched | {purpose: count}, finding.requests + requests
-    finding = replace(finding, fetched=fetched, requests=requests)
-    value = digest.hexdigest()
-    return replace(finding, sample=value) if purpose == "sample" else replace(finding, pixel_hash=value)
-
-
-def hash_pixels(
-    findings: Sequence[Finding],
-    mode: str,
-    apply: Callable[[Callable[..., Finding], list[Finding]], list[Finding]],
-) -> list[Finding]:
-    """The findings, with pixel hashes where `mode` asks for them."""
-    by_path = {f.path: f for f in findings}
-
-    def update(function: Callable[..., Finding], some: Iterable[Finding]) -> None:
-        by_path.update((f.path, f) for f in apply(function, list(some)))
-
-    add_hash = partial(add_digest, purpose="pixels")
-    readable = [f for f in findings if f.pixel_start is not None]
-    if mode == "same-size":
-        update(partial(add_digest, purpose="sample"), _shared(readable, lambda f: f.pixel_bytes))
-        sampled = [f for f in by_path.values() if f.sample is not None]
-        update(add_hash, _shared(sampled, lambda f: (f.pixel_bytes, f.sample)))
-    elif mode == "all":
-        update(add_hash, readable)
-    return list(by_path.values())
-
-
-def _shared(findings: Iterable[Finding], key: Callable[[Finding], object]) -> list[Finding]:
-    """The findings that have the key of another one."""
-    return [f for group in grouped(findings, key).values() if len(group) > 1 for f in group]
+    return replace(finding, fetched=file.fetched, requests=file.requests)
 
 
 def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> list[Finding]:
@@ -225,7 +150,7 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
     return findings + [Finding(p, url, size=tree.sizes[p]) for p, url in urls.items()]
 
 
-def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None) -> int:
+def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
     """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_TRY_AGAIN."""
     start = time.perf_counter()
     options = cfg.data.storage_options
@@ -234,21 +159,16 @@ def check_tree(cfg: Config, workers: int, pixel_hash: str, json_url: str | None)
     audit = audit_files(listing, tree)
     files = list_findings(listing, audit["orphans"], tree)
     with pool_of(workers) as pool:  # threads would not help: parsing a header keeps the interpreter's lock
-
-        def run(title: str, function: Callable[..., Finding], some: Sequence[Any]) -> list[Finding]:
-            results = pool.map(partial(function, options=options), some, chunksize=8)
-            try:
-                return list(track(results, len(some), title, "files"))
-            except BrokenProcessPool as error:
-                raise UserError(
-                    f"{title}: a worker process was lost, for lack of memory perhaps; run again with fewer "
-                    "--workers"
-                ) from error
-
-        findings = hash_pixels(run("check", read_finding, files), pixel_hash, partial(run, "compare"))
+        results = pool.map(partial(read_finding, options=options), files, chunksize=8)
+        try:
+            findings = list(track(results, len(files), "check", "files"))
+        except BrokenProcessPool as error:
+            raise UserError(
+                "check: a worker process was lost, for lack of memory perhaps; run again with fewer --workers"
+            ) from error
     seconds = round(time.perf_counter() - start, 3)
-    about: dict[str, Any] = {"tree": cfg.data.gcs_root, "pixel_hash": pixel_hash, "skipped": listing.skipped}
-    about |= {"split_source": listing.split_source, "seconds": seconds, "workers": workers}
+    about = {"tree": cfg.data.gcs_root, "skipped": listing.skipped, "split_source": listing.split_source}
+    about |= {"seconds": seconds, "workers": workers}
     report = summarise(findings, about, audit["unused_missing"])
     url = json_url or storage.join(cfg.data.store, "check_report.json")
     print(table(report), flush=True)  # first: the report may have no place to be written to
@@ -277,20 +197,23 @@ def summarise(
     missing = [f.path for f in listed if f.status == RejectReason.MISSING_FILE]
     readable = (OK, NOT_OPENED, UNREAD, RejectReason.MISSING_FILE)
     unreadable = [f for f in listed + doubles if f.status not in readable]
-    names = {"uid": "sop_instance_uid", "pixels": "pixel_hash"}
-    duplicates = {what: _duplicates(findings, name) for what, name in names.items()}
+    groups = _grouped(findings, lambda f: f.header.sop_instance_uid if f.header else "")
+    duplicates = sorted(sorted(f.path for f in g) for uid, g in groups.items() if uid and len(g) > 1)
     known = [(f.path, f.record, f.header) for f in listed + doubles]  # an unknown eye is no contradiction
     conflicts = [
         p for p, row, seen in known if row and seen and {row.laterality, seen.laterality} == {"L", "R"}
     ]
     orphans = [f.path for f in findings if f.record is None]
-    fetched: Counter[str] = Counter()
-    for finding in findings:
-        fetched.update(finding.fetched)
+    fetched = sum(f.fetched for f in findings)
     stored = sum(f.size for f in findings)
+
+    def by(name: str) -> dict[str, Any]:
+        parts = _grouped(listed, lambda f: str(getattr(f.record, name)))
+        return {value: _group(part) for value, part in parts.items()}
+
     return {
         **run,
-        "is_fine": not (missing or unreadable or orphans or doubles or any(duplicates.values()) or conflicts),
+        "is_fine": not (missing or unreadable or orphans or doubles or duplicates or conflicts),
         "records": len(listed),
         "ok": sum(f.status == OK for f in listed),
         "unread": sum(f.status == UNREAD for f in findings),
@@ -304,26 +227,27 @@ def summarise(
         "laterality_conflicts": conflicts,
         "bytes": {
             "stored": stored,
-            "fetched": fetched.total(),
-            **{what: fetched[what] for what in ("header", "sample", "pixels")},
-            "share": round(fetched.total() / stored, 6) if stored else None,
+            "fetched": fetched,
+            "share": round(fetched / stored, 6) if stored else None,
         },
         "requests": sum(f.requests for f in findings),
-        "by_device": _by(listed, "device"),
-        "by_protocol": _by(listed, "protocol"),
+        "by_device": by("device"),
+        "by_protocol": by("protocol"),
         "problems": [
             {"path": f.path, "status": f.status, "message": f.message}
             for f in findings
             if f.status not in (OK, NOT_OPENED)
         ],
-        "pixel_hashes": {f.path: f.pixel_hash for f in findings if f.pixel_hash},
         "full_pass_only": list(FULL_PASS_ONLY),
     }
 
 
-def _by(findings: Iterable[Finding], name: str) -> dict[str, Any]:
-    groups = grouped(findings, lambda f: str(getattr(f.record, name)))
-    return {key: _group(groups[key]) for key in sorted(groups)}
+def _grouped(findings: Iterable[Finding], key: Callable[[Finding], str]) -> dict[str, list[Finding]]:
+    """Key, sorted -> the findings that have it."""
+    groups = defaultdict(list)
+    for finding in findings:
+        groups[key(finding)].append(finding)
+    return dict(sorted(groups.items()))
 
 
 def _group(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -339,12 +263,6 @@ def _group(findings: Sequence[Finding]) -> dict[str, Any]:
         "transfer_syntax": by_frequency(UID(h.transfer_syntax).name for h in seen),
         "laterality": by_frequency(h.laterality or "unknown" for h in seen),
     }
-
-
-def _duplicates(findings: Iterable[Finding], name: str) -> list[list[str]]:
-    """The paths of files that share a value."""
-    groups = grouped(findings, lambda f: getattr(f, name))
-    return sorted(sorted(f.path for f in group) for v, group in groups.items() if v and len(group) > 1)
 
 
 def _commonest(numbers: Mapping[str, int]) -> str:
@@ -386,17 +304,12 @@ def table(report: Mapping[str, Any]) -> str:
     ):
         lines.append(f"{meaning}: {len(report[kind])}")
         lines += _names(report[kind])
-    for kind, meaning in (("uid", "the same SOPInstanceUID"), ("pixels", "the same pixel data")):
-        groups = report["duplicates"][kind]
-        checked = kind == "uid" or report["pixel_hash"] != "none"
-        lines.append(f"{meaning}: {f'{len(groups)} groups' if checked else 'not looked for'}")
-        lines += _names([" = ".join(group) for group in groups])
+    lines.append(f"the same SOPInstanceUID: {len(report['duplicates'])} groups")
+    lines += _names([" = ".join(group) for group in report["duplicates"]])
     read = report["bytes"]
     share = "" if read["share"] is None else f" = {read['share']:.2%}"
-    lines.append(
-        f"bytes fetched / stored: {read['fetched']} / {read['stored']}{share} (headers {read['header']}, "
-        f"samples {read['sample']}, whole pixel data {read['pixels']}) in {report['requests']} requests"
-    )
+    fetched = f"{read['fetched']} / {read['stored']}{share}"
+    lines.append(f"bytes fetched / stored: {fetched} in {report['requests']} requests")
     lines.append(f"only prepare can see: {'; '.join(report['full_pass_only'])}")
     lines.append(f"verdict: {verdict(report)}, {report['seconds']:.1f} s")
     return "\n".join(map(shown, lines))

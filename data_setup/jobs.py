@@ -89,7 +89,7 @@ def prepare_row(job: Job) -> Outcome:
     elif job.was_kept:
         return Outcome(job.row, SOURCE_MISSING)
     else:
-        job.writer.write_fields(job.row, fields)
+        job.writer.rows.write(job.row, fields)
     return Outcome(job.row, fields["status"], fields["message"])
 
 
@@ -175,7 +175,7 @@ def state_of(job: Job, written: dict[str, Any] | None, rebase: bool = False) -> 
     if (written["source_size"], version) != (source.size, source.etag_or_mtime):
         return TO_DO
     if not fields.items() <= written.items():
-        job.writer.write_fields(job.row, written | fields)
+        job.writer.rows.write(job.row, written | fields)
     return DONE
 
 

@@ -132,7 +132,7 @@ def select(
 ) -> list[Job]:
     """The jobs of the rows in `records` (row -> record) that are not finished; `tally` counts the others."""
     # A row says which bytes it was made from: the source's version decides, not that a volume is there.
-    written = writer.read_rows(lambda row: row in records)
+    written = writer.rows.read(lambda row: row in records)
     options, planes = cfg.data.storage_options, writer.planes
     jobs = [
         Job(

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_setup.loader import open_order
+from data_setup.order import open_order
 from pretraining.gauges.alarms import Alarm
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.throughput import Throughput

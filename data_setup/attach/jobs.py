@@ -165,7 +165,7 @@ def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, lis
     """
     kind, store, rows = jobs[0].KIND, jobs[0].store, [job.row for job in jobs]
     writer = SideWriter(kind, store.url, store.options)
-    written = writer.read_rows()
+    written = writer.rows.read()
     to_do = [job for job in jobs if not job.is_done(written.get(job.row))]
     away = _write_all(to_do, workers, kind.name, unit)
     index = writer.finalise(rows)

@@ -13,8 +13,6 @@ A store without NAME.parquet has none.
 from __future__ import annotations
 
 import io
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,16 +21,15 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pandas as pd
 import zarr
-from zarr.codecs import BloscCodec, Crc32cCodec
 
 from data_setup.attach.kinds import COLUMNS, DEVICE_MAPS, FLOW, HEIGHTS, LABELS, ArrayOf, Kind
 from data_setup.readers.octa import SLABS
-from data_setup.store.format import KEPT, checksum, chunk_key, intact, read_row_file
+from data_setup.store.format import KEPT, RowFiles, checksum, chunk_key, intact, write_table
+from data_setup.store.writer import array_metadata
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage.zarr_keys import ObjectStore
-from utils.workers import in_threads
 
 
 @dataclass(frozen=True)
@@ -71,20 +68,9 @@ class SideWriter:
 
     def _make(self, one: ArrayOf, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> None:
         """Write the metadata of an array."""
-        files: dict[str, Any] = {}
-        zarr.create_group(zarr.storage.MemoryStore(files)).create_array(
-            one.name,
-            shape=shape,
-            chunks=(1, *shape[1:]),
-            dtype=one.dtype,
-            fill_value=one.fill,
-            dimension_names=("row", *one.dims),
-            attributes=dict(attributes),
-            compressors=[BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()],
-            chunk_key_encoding={"name": "default", "separator": "."},
-        )
-        name = f"{one.name}/zarr.json"
-        storage.write_bytes(storage.join(self.url, name), files[name].to_bytes(), self.options)
+        more = {"dtype": one.dtype, "fill_value": one.fill, "attributes": dict(attributes)}
+        name, files = f"{one.name}/zarr.json", array_metadata(one.name, shape, one.dims, "shuffle", **more)
+        storage.write_bytes(storage.join(self.url, name), files[name], self.options)
 
     def _has(self, one: ArrayOf) -> bool:
         return storage.exists(storage.join(self.url, one.name, "zarr.json"), self.options)
@@ -105,40 +91,29 @@ class SideWriter:
                 chunk[: len(value)] = value
                 array[row] = chunk
                 own[one.checksum] = checksum(chunk)
-        text = json.dumps(own, sort_keys=True, indent=1, allow_nan=False) + "\n"
-        storage.write_text(self._row_url(row), text, self.options)
+        self.rows.write(row, own)
 
-    def read_rows(self) -> dict[int, dict[str, Any]]:
-        """row -> its JSON, of the rows that have a whole one."""
-        names = storage.list_names(storage.join(self.url, self.kind.rows), self.options)
-        rows = sorted(int(match[1]) for n in names if (match := re.fullmatch(r"(\d+)\.json", n)))
-        contents = in_threads(lambda row: read_row_file(self._row_url(row), self.options), rows)
-        return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
-
-    def _row_url(self, row: int) -> str:
-        return storage.join(self.url, self.kind.rows, f"{row:06d}.json")
+    @property
+    def rows(self) -> RowFiles:
+        return RowFiles(storage.join(self.url, self.kind.rows), self.options)
 
     def finalise(self, rows: Sequence[int]) -> pd.DataFrame:
         """Compact the JSON of `rows` to NAME.parquet."""
-        written = self.read_rows()
+        written = self.rows.read()
         types = {name: COLUMNS[name][0] for name in self.kind.columns.split()}
         table = [{"reversed_d": False, **written[row], "row": row} for row in sorted(rows) if row in written]
         index = pd.DataFrame(table, columns=list(types)).astype(types)
         if self.kind.attributes_of is not None:
             attributes = self.kind.attributes_of(index[index.status == KEPT])
             self._array(self.kind.arrays[0]).update_attributes(attributes)
-        buffer = io.BytesIO()
-        index.to_parquet(buffer, index=False)
-        url = storage.join(self.url, f"{self.kind.name}.parquet")
-        storage.write_bytes(url, buffer.getvalue(), self.options)
-        return index
+        return write_table(storage.join(self.url, f"{self.kind.name}.parquet"), index, self.options)
 
     def empty(self) -> list[str]:
         """Empty the table where no line of a manifest names a file any more; what was done, in words.
 
         The arrays stay, so that files that come back are not read again.
         """
-        if not (self.is_there() and self.read_rows()):
+        if not (self.is_there() and self.rows.read()):
             return []
         self.finalise([])
         return [f"{self.kind.name}.parquet of the store: emptied, no line of the manifest names any"]

@@ -112,21 +112,18 @@ def collect(ds: Dataset) -> RawGeometry:
     shared = next(iter(ds.get("SharedFunctionalGroupsSequence") or []), None)
     frames = list(ds.get("PerFrameFunctionalGroupsSequence") or [])
 
-    def item(group: Dataset | None, keyword: str) -> Dataset | None:
-        return next(iter(group.get(keyword) or []), None) if group is not None else None
-
     def of_frames(*path: str) -> tuple[tuple[float, ...] | None, ...]:
         return tuple(numbers(first(frame, *path)) for frame in frames)
 
-    orientation = ("PlaneOrientationSequence", "ImageOrientationPatient")
+    measured, orientation = "PixelMeasuresSequence", ("PlaneOrientationSequence", "ImageOrientationPatient")
     common = numbers(first(shared, *orientation))
     shapes = [
         first(g, "OphthalmicFrameLocationSequence", "OphthalmicImageOrientation") for g in [shared, *frames]
     ]
     stacks = [first(g, "FrameContentSequence", "StackID") for g in frames]
     return RawGeometry(
-        shared=measures(item(shared, "PixelMeasuresSequence")),
-        per_frame=tuple(measures(item(f, "PixelMeasuresSequence")) for f in frames),
+        shared=measures((first(shared, measured) or [None])[0]),
+        per_frame=tuple(measures((first(f, measured) or [None])[0]) for f in frames),
         root=measures(ds),
         positions=of_frames("PlanePositionSequence", "ImagePositionPatient"),
         orientations=(*of_frames(*orientation), common),

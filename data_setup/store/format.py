@@ -15,17 +15,22 @@ writer.py and reader.py alone open a store; this file holds what they share.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from data_setup.resample import BLENDED
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.errors import UserError
+from utils.workers import in_threads
 
 FORMAT_VERSION = 1
 NORMALISATION = "zscore_valid"  # what readers do with a volume: z-score over its valid voxels
@@ -128,11 +133,41 @@ def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any
         return dict(json.loads(text)["attributes"])
 
 
-def read_row_file(url: str, options: StorageOptions | None) -> dict[str, Any] | None:
-    """The JSON of a row; None when it is damaged, so that the row is prepared again."""
-    try:
-        with intact(url):
-            fields = json.loads(storage.read_text(url, options))
-            return fields if isinstance(fields, dict) and "status" in fields else None
-    except DamagedError:
-        return None
+@dataclass(frozen=True)
+class RowFiles:
+    """The rows' JSON in one folder of a store; small and picklable."""
+
+    folder: str  # its URL
+    options: StorageOptions | None
+
+    def url(self, row: int) -> str:
+        return storage.join(self.folder, f"{row:06d}.json")
+
+    def write(self, row: int, fields: Mapping[str, Any]) -> None:
+        text = json.dumps(fields, sort_keys=True, indent=1, allow_nan=False) + "\n"
+        storage.write_text(self.url(row), text, self.options)
+
+    def read(self, wanted: Callable[[int], bool] = lambda row: True) -> dict[int, dict[str, Any]]:
+        """Row -> its JSON, of the wanted rows that have a whole one, ascending."""
+        names = storage.list_names(self.folder, self.options)
+        rows = sorted(int(match[1]) for n in names if (match := re.fullmatch(r"(\d+)\.json", n)))
+        rows = [row for row in rows if wanted(row)]
+        contents = in_threads(self._read, rows)
+        return {row: fields for row, fields in zip(rows, contents, strict=True) if fields is not None}
+
+    def _read(self, row: int) -> dict[str, Any] | None:
+        """None when it is damaged, so that the row is prepared again."""
+        try:
+            with intact(self.url(row)):
+                fields = json.loads(storage.read_text(self.url(row), self.options))
+                return fields if isinstance(fields, dict) and "status" in fields else None
+        except DamagedError:
+            return None
+
+
+def write_table(url: str, table: pd.DataFrame, options: StorageOptions | None) -> pd.DataFrame:
+    """Write a table as Parquet; returns it."""
+    buffer = io.BytesIO()
+    table.to_parquet(buffer, index=False)
+    storage.write_bytes(url, buffer.getvalue(), options)
+    return table

@@ -15,10 +15,8 @@ import pytest
 import torch
 
 from data_setup import loader as loader_module
+from data_setup import order as order_module
 from data_setup.loader import (
-    MOST_PASSES,
-    TURN,
-    DataOrder,
     Loader,
     LoaderError,
     LostWorkerError,
@@ -27,6 +25,7 @@ from data_setup.loader import (
     start_early,
     validation_batches,
 )
+from data_setup.order import MOST_PASSES, TURN, DataOrder
 from data_setup.resample import Resampled
 from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore, VolumeReader
@@ -185,7 +184,7 @@ def test_the_order_depends_on_the_seed() -> None:
 def test_device_balanced_shows_each_device_equally_often(
     store: PreparedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader_module, "MOST_PASSES", 9.0)  # two volumes of one device are no rare device
+    monkeypatch.setattr(order_module, "MOST_PASSES", 9.0)  # two volumes of one device are no rare device
     kept = store.index.loc[store.kept]
     order = DataOrder(0, store.kept, list(kept["device"]))
     rows = [order.row(p) for p in range(3 * 4 * 7)]

@@ -214,7 +214,7 @@ def test_a_cut_record_list_is_named_and_a_cut_row_is_pending(filled: StoreWriter
     """A row can be prepared again; which record has which row cannot be guessed."""
     row, records = (storage.join(filled.url, n) for n in ("rows/000002.json", "records.jsonl"))
     storage.write_bytes(row, storage.read_bytes(row)[:-20])
-    assert filled.read_rows().keys() == {0, 1}
+    assert filled.rows.read().keys() == {0, 1}
     assert filled.finalise(range(4)).status.to_list() == ["kept", "missing_file", "pending", "pending"]
     storage.write_bytes(records, storage.read_bytes(records)[:-20])
     with pytest.raises(UserError, match=r"records\.jsonl: expected a whole file"):
@@ -238,10 +238,10 @@ def test_a_chunk_comes_before_its_row(filled: StoreWriter, monkeypatch: pytest.M
 
 def test_a_row_file_of_another_record_is_pending(filled: StoreWriter) -> None:
     """Two runs with two manifests at once may give one row to two records."""
-    measured = filled.read_rows()[0]
-    filled.write_fields(0, measured | {"record": record(0)})
+    measured = filled.rows.read()[0]
+    filled.rows.write(0, measured | {"record": record(0)})
     assert filled.finalise(range(4)).status[0] == "kept"
-    filled.write_fields(0, measured | {"record": record(7)})
+    filled.rows.write(0, measured | {"record": record(7)})
     assert filled.finalise(range(4)).status.to_list() == ["pending", "missing_file", "kept", "pending"]
 
 
@@ -273,7 +273,7 @@ def test_two_writers_of_one_row_leave_it_whole(tmp_path: Path) -> None:
     store, reads = PreparedStore.open(writer.url), 0
     while any(rival.is_alive() for rival in rivals):
         np.testing.assert_array_equal(store.read(0), volume(0))
-        assert writer.read_rows().keys() == {0}
+        assert writer.rows.read().keys() == {0}
         reads += 1
     for rival in rivals:
         rival.join()

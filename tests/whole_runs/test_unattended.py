@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_setup.loader import DataOrder
+from data_setup.order import DataOrder
 from data_setup.store.reader import PreparedStore
 from pretraining.rows import open_rows
 from tests.support.cloud_proxy import Proxy, fault_proxy

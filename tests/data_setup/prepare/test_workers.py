@@ -110,7 +110,7 @@ def test_a_cluster_that_loses_a_worker_makes_the_same_store(tree: Path, clean: P
         job = Job(2, read_records(cfg).records[0], writer, cfg.spatial, cfg.data.storage_options)
         (outcome,) = run_jobs([job], 0, _die_at_row_two, cluster=address)
         assert (outcome.status, outcome.message) == ("worker_died", "every worker that ran it was lost")
-        assert writer.read_rows()[2]["status"] == "worker_died"
+        assert writer.rows.read()[2]["status"] == "worker_died"
 
 
 def test_a_cluster_that_is_not_there_is_named(
@@ -144,7 +144,7 @@ def _die_at_row_two(job: Job) -> Outcome:
 def test_a_dying_worker_costs_its_file_only(jobs: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = {o.row: o.status for o in run_jobs(jobs, 2, _die_at_row_two)}
     assert outcomes == dict.fromkeys(range(6), "kept") | {2: "worker_died", 4: "internal_error"}
-    rows = jobs[0].writer.read_rows()
+    rows = jobs[0].writer.rows.read()
     assert rows[2]["message"].startswith("its worker process was lost twice")
     assert re.fullmatch(r"ArithmeticError at test_workers\.py:\d+", rows[4]["message"])
     err = capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
 ) -> None:
     outcomes = {o.row: o.status for o in run_jobs(jobs, workers, _run_out_at_row_two)}
     assert outcomes == dict.fromkeys(range(6), "kept") | {2: "internal_error", 4: "internal_error"}
-    rows = jobs[0].writer.read_rows()
+    rows = jobs[0].writer.rows.read()
     assert re.fullmatch(r"MemoryError at test_workers\.py:\d+", rows[2]["message"])
     assert re.fullmatch(r"ArithmeticError at test_workers\.py:\d+", rows[4]["message"])
     err = capsys.readouterr().err

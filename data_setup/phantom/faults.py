@@ -16,7 +16,7 @@ from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate, generate_frames
 from pydicom.uid import JPEGLosslessSV1, OphthalmicPhotography8BitImageStorage
 
-from data_setup.export.items import to_bytes
+from data_setup.export.items import fill, to_bytes
 from data_setup.phantom.cohort import Participant, Scan
 from data_setup.phantom.dicom import add_pixels, build_dataset, write_volume
 from data_setup.phantom.files import (
@@ -38,63 +38,33 @@ PPOL, MACULA = "spectralis_ppol_mac_hr_oct_oct", "maestro2_3d_macula_oct_oct"
 TRITON, CUBE = "triton_macula_6x6_octa_oct", "cirrus_mac_oct_oct"
 
 
-def _encapsulated(frames: list[bytes]) -> bytes:
-    return encapsulate(frames, has_bot=False)
+def _without(name: str) -> Callable[[FileDataset], None]:
+    return lambda ds: delattr(ds, name)
 
 
-def _streams(ds: FileDataset) -> list[bytes]:
-    return list(generate_frames(ds.PixelData, number_of_frames=int(ds.NumberOfFrames)))
+def _streams(change: Callable[[list[bytes], int], list[bytes]]) -> Callable[[FileDataset], None]:
+    """`change` of the codestreams and the number of the middle one."""
+
+    def edit(ds: FileDataset) -> None:
+        frames = list(generate_frames(ds.PixelData, number_of_frames=int(ds.NumberOfFrames)))
+        ds.PixelData = encapsulate(change(frames, len(frames) // 2), has_bot=False)
+
+    return edit
 
 
-def no_pixel_data(ds: FileDataset) -> None:
-    """PixelData is absent."""
-    del ds.PixelData
-
-
-def cut_file(ds: FileDataset) -> bytes:
-    """The file ends in the middle of the pixels."""
-    data = to_bytes(ds)
-    return data[: len(data) - len(ds.PixelData) * 2 // 5]
-
-
-def corrupt_codestream(ds: FileDataset) -> None:
-    """One frame's JPEG 2000 codestream claims 99 wavelet levels (32 is the most), its length unchanged."""
-    frames = _streams(ds)
-    middle = len(frames) // 2
+def _corrupt(frames: list[bytes], middle: int) -> list[bytes]:
+    """One codestream claims 99 wavelet levels (32 is the most), its length unchanged."""
     levels = frames[middle].index(b"\xff\x52") + 9  # in the coding style default (COD) segment
     frames[middle] = frames[middle][:levels] + b"\x63" + frames[middle][levels + 1 :]
-    ds.PixelData = _encapsulated(frames)
+    return frames
 
 
-def cut_codestream(ds: FileDataset) -> None:
-    """One frame's JPEG 2000 codestream is only half there, the file around it whole."""
-    frames = _streams(ds)
-    middle = len(frames) // 2
-    frames[middle] = frames[middle][: len(frames[middle]) // 4 * 2]
-    ds.PixelData = _encapsulated(frames)
+def _half(frames: list[bytes], middle: int) -> list[bytes]:
+    """One codestream is only half there, the file around it whole."""
+    return [f[: len(f) // 4 * 2] if index == middle else f for index, f in enumerate(frames)]
 
 
-def fewer_streams(ds: FileDataset) -> None:
-    """Two compressed frames fewer than the header says."""
-    ds.PixelData = _encapsulated(_streams(ds)[:-2])
-
-
-def claims_more_frames(ds: FileDataset) -> None:
-    """The header claims twice the frames that the pixel data holds."""
-    ds.NumberOfFrames = 2 * int(ds.NumberOfFrames)
-
-
-def wrong_frame_size(ds: FileDataset) -> None:
-    """The header claims more columns than the compressed frames have."""
-    ds.Columns = int(ds.Columns) + 8
-
-
-def constant_volume(ds: FileDataset) -> None:
-    """Every voxel has the same value."""
-    ds.PixelData = b"\x10" * len(ds.PixelData)
-
-
-def missing_spacing(ds: FileDataset) -> None:
+def _missing_spacing(ds: FileDataset) -> None:
     """No PixelMeasures and no positions anywhere."""
     del ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
     for frame in ds.PerFrameFunctionalGroupsSequence:
@@ -102,74 +72,78 @@ def missing_spacing(ds: FileDataset) -> None:
         del frame.OphthalmicFrameLocationSequence
 
 
-def implausible_spacing(ds: FileDataset) -> None:
-    """Spacing of 1 mm in every direction, as a reader's default would have left it."""
+def _implausible_spacing(ds: FileDataset) -> None:
+    """1 mm in every direction, as a reader's default would have left it."""
     measures = ds.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
     measures.PixelSpacing, measures.SliceThickness = ["1", "1"], "1"
 
 
-def wrong_sop_class(ds: FileDataset) -> None:
+def _wrong_sop_class(ds: FileDataset) -> None:
     """A photograph's SOP class and modality."""
     ds.SOPClassUID = ds.file_meta.MediaStorageSOPClassUID = OphthalmicPhotography8BitImageStorage
     ds.Modality = "OP"
 
 
-def not_dicom(ds: FileDataset) -> bytes:
-    """Bytes that are no DICOM file."""
-    return np.random.default_rng(len(ds.PixelData)).bytes(4096)
-
-
-def jpeg_lossless(ds: FileDataset) -> None:
-    """JPEG Lossless, for which there is no permissive codec; the frames are empty shells."""
+def _jpeg_lossless(ds: FileDataset) -> None:
+    """For which there is no permissive codec; the frames are empty shells."""
     shell = b"\xff\xd8\xff\xc3\x00\x0b\x08" + b"\0" * 8 + b"\xff\xd9\0"
     ds.file_meta.TransferSyntaxUID = JPEGLosslessSV1
-    ds.PixelData = _encapsulated([shell] * int(ds.NumberOfFrames))
+    ds.PixelData = encapsulate([shell] * int(ds.NumberOfFrames), has_bot=False)
     ds["PixelData"].is_undefined_length = True
 
 
-def colour_pixels(ds: FileDataset) -> None:
+def _colour(ds: FileDataset) -> None:
     """Three samples per pixel, as a rendered screen shot has."""
     ds.SamplesPerPixel, ds.PhotometricInterpretation, ds.PlanarConfiguration = 3, "RGB", 0
     ds.PixelData = np.repeat(np.frombuffer(ds.PixelData, np.uint8), 3).tobytes()
 
 
-def single_frame(ds: FileDataset) -> None:
+def _single_frame(ds: FileDataset) -> None:
     """One B-scan under the name of a volume."""
     ds.NumberOfFrames = 1
     ds.PerFrameFunctionalGroupsSequence = ds.PerFrameFunctionalGroupsSequence[:1]
     ds.PixelData = ds.PixelData[: ds.Rows * ds.Columns]
 
 
-def no_rows(ds: FileDataset) -> None:
-    """The Rows attribute is absent."""
-    del ds.Rows
-
-
-def nan_rescale(ds: FileDataset) -> bytes:
-    """A RescaleSlope that is not a number."""
-    ds.RescaleIntercept, ds.RescaleSlope = "0", "1.234567"
+def _nan_rescale(ds: FileDataset) -> bytes:
+    fill(ds, {"RescaleIntercept": "0", "RescaleSlope": "1.234567"})
     return to_bytes(ds).replace(b"1.234567", b"NaN     ", 1)
 
 
 # kind, (protocol, syntax, change in place or to other bytes, the reader's reason)
 BAD_FILES: dict[str, tuple[str, str, Callable[[FileDataset], bytes | None], str]] = {
-    "no_pixel_data": (TRITON, "explicit", no_pixel_data, "missing_pixel_data"),
-    "truncated_pixel_data": (MACULA, "explicit", cut_file, "truncated_pixel_data"),
-    "corrupt_codestream": (TRITON, "j2k", corrupt_codestream, "corrupt_pixel_data"),
-    "truncated_codestream": (MACULA, "j2k", cut_codestream, "truncated_pixel_data"),
-    "wrong_frame_count": (MACULA, "j2k", fewer_streams, "frame_count_mismatch"),
-    "more_frames_than_pixels": (CUBE, "explicit", claims_more_frames, "frame_count_mismatch"),
-    "wrong_frame_size": (TRITON, "j2k", wrong_frame_size, "frame_size_mismatch"),
-    "constant_volume": (MACULA, "explicit", constant_volume, "constant_volume"),
-    "missing_spacing": (PPOL, "explicit", missing_spacing, "missing_spacing"),
-    "implausible_spacing": (TRITON, "explicit", implausible_spacing, "implausible_spacing"),
-    "wrong_sop_class": (PPOL, "explicit", wrong_sop_class, "not_opt"),
-    "not_dicom": (CUBE, "explicit", not_dicom, "not_dicom"),
-    "unsupported_codec": (TRITON, "explicit", jpeg_lossless, "missing_codec"),
-    "colour_pixels": (CUBE, "explicit", colour_pixels, "unsupported_pixels"),
-    "single_frame": (PPOL, "explicit", single_frame, "not_a_volume"),
-    "missing_rows": (MACULA, "explicit", no_rows, "header_mismatch"),
-    "not_finite": (CUBE, "explicit", nan_rescale, "not_finite"),
+    "no_pixel_data": (TRITON, "explicit", _without("PixelData"), "missing_pixel_data"),
+    "truncated_pixel_data": (  # the file ends in the middle of the pixels
+        *(MACULA, "explicit", lambda ds: to_bytes(ds)[: -(len(ds.PixelData) * 2 // 5)]),
+        "truncated_pixel_data",
+    ),
+    "corrupt_codestream": (TRITON, "j2k", _streams(_corrupt), "corrupt_pixel_data"),
+    "truncated_codestream": (MACULA, "j2k", _streams(_half), "truncated_pixel_data"),
+    "wrong_frame_count": (MACULA, "j2k", _streams(lambda frames, _: frames[:-2]), "frame_count_mismatch"),
+    "more_frames_than_pixels": (
+        *(CUBE, "explicit", lambda ds: fill(ds, {"NumberOfFrames": 2 * int(ds.NumberOfFrames)})),
+        "frame_count_mismatch",
+    ),
+    "wrong_frame_size": (  # more columns than the compressed frames have
+        *(TRITON, "j2k", lambda ds: fill(ds, {"Columns": int(ds.Columns) + 8})),
+        "frame_size_mismatch",
+    ),
+    "constant_volume": (
+        *(MACULA, "explicit", lambda ds: fill(ds, {"PixelData": b"\x10" * len(ds.PixelData)})),
+        "constant_volume",
+    ),
+    "missing_spacing": (PPOL, "explicit", _missing_spacing, "missing_spacing"),
+    "implausible_spacing": (TRITON, "explicit", _implausible_spacing, "implausible_spacing"),
+    "wrong_sop_class": (PPOL, "explicit", _wrong_sop_class, "not_opt"),
+    "not_dicom": (
+        *(CUBE, "explicit", lambda ds: np.random.default_rng(len(ds.PixelData)).bytes(4096)),
+        "not_dicom",
+    ),
+    "unsupported_codec": (TRITON, "explicit", _jpeg_lossless, "missing_codec"),
+    "colour_pixels": (CUBE, "explicit", _colour, "unsupported_pixels"),
+    "single_frame": (PPOL, "explicit", _single_frame, "not_a_volume"),
+    "missing_rows": (MACULA, "explicit", _without("Rows"), "header_mismatch"),
+    "not_finite": (CUBE, "explicit", _nan_rescale, "not_finite"),
 }
 
 

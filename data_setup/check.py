@@ -5,8 +5,6 @@ file are fetched, and more only when the header is longer. Only decoding shows t
 Exit codes: docs/guides/prepare.md.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -4,8 +4,6 @@ In: jobs, each a manifest record with its row. Out: the row's volume and JSON in
 job depends on its own file alone, so it may run anywhere, in any order, and again.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

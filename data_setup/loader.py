@@ -9,8 +9,6 @@ seeded permutation, so a batch may span epochs; its random draws come from (seed
 index and worker only say who computes p, so changing their numbers, or resuming, changes no batch.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import signal

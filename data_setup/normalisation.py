@@ -4,8 +4,6 @@ In: uint8 volumes [B,D,H,W] on any device, where their voxels came from, the acq
 statistics and the drawn intensities (data_setup.transforms). Out: float32 [B,1,D,H,W] for an encoder.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

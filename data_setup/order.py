@@ -4,8 +4,6 @@ In: a seed, the rows of a store, their devices. Out: `DataOrder.row(position)`. 
 one of a process, and resuming needs nothing of a loader's state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

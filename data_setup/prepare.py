@@ -35,8 +35,6 @@ Keys that matter: data.gcs_root, data.store, data.device_filter, data.max_reject
 spatial.target_spacing, spatial.image_size, spatial.resample
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -5,8 +5,6 @@ where a device writes a wrong B-scan distance) and the phantom (names, shapes an
 Source: the public AI-READI documentation of the retinal OCT folder (structural_oct), versions 2 and 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 

@@ -4,8 +4,6 @@ In: `matrix` [B,3,4] of data_setup.transforms (output voxel index -> stored voxe
 [B,6], half-open, in stored indices. Out: bool masks and shares over voxels [B,D,H,W] or tokens [B,N].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -7,8 +7,6 @@ what many clear scans show is worth more than a symmetric eye. What is laid foll
 now: a store that grew has the directions of one made at once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

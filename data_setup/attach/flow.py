@@ -12,8 +12,6 @@ correlation with the structural volume decides, and both are in the table (direc
 their cube.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

@@ -6,8 +6,6 @@ on the grid, NaN or 0 outside the field. Heights go through the weights that mad
 Along D both are of the B-scans that the volume's planes are, by the rule of its store's geometry.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ its scan's do, or the other way: the documentation does not say which for every 
 at the first surface decides, and both are in the table (directions.py).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ knows what its file is and how it is laid; what became of it is a row with its s
 holds. A row whose files and volume are as they were is not done again.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from abc import ABC, abstractmethod

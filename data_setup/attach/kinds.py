@@ -7,8 +7,6 @@ flow/     uint8 [N, D, H, W], 0 outside the field: a device's own number, which 
 enface/   uint8 [N, slab, D, W] in the order of SLABS; a slab that a row lacks is 0
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -11,8 +11,6 @@ those of a NIfTI lie side by side, and where its own header gives their directio
 counts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ URL, beside volumes/:
 A store without NAME.parquet has none.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ that is damaged or not safe to expand is named, and the others go on. A second r
 and exit codes: docs/guides/prepare.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -5,8 +5,6 @@ files counted by what they are. An export's XML claims its images; TIFF files of
 folder, those of several are a volume each.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import posixpath
 import re

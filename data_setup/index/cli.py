@@ -19,8 +19,6 @@ nearest name in the path that is more than an eye, a visit or a protocol. --pers
 instead: its one group is the person, as in --person '^([^/]+)/'.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -8,8 +8,6 @@ an FDA begin at its first B-scan or at its last is not written in it, and progra
 at the first boundary decides, in a few B-scans, as for height maps.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from collections.abc import Mapping, Sequence

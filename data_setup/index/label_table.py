@@ -4,8 +4,6 @@ In: a table of any kind that `read_table` reads, and the entries. Out: lines of 
 the ids, how many are here, and of those that are not the nearest that is.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ In: a `Candidate`. Out: an `Entry`. Read are the header of a file, or the first 
 header also the maker's words, PatientID and PatientAge. Names and dates of patients are not read.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

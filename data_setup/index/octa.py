@@ -7,8 +7,6 @@ the SOPInstanceUID that its header refers to, and by nothing else; one that refe
 has a separate row, without a structural path. Every run writes the table again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

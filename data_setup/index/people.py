@@ -4,8 +4,6 @@ In: a path below the root. Out: a name for the person, and the eye. Words for ey
 person's name: `1003/visit2/OD` is the right eye of 1003.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What the index says in words: what was seen, what is missing and where to write it, what comes next."""
 
-from __future__ import annotations
-
 import posixpath
 import shlex
 from collections import Counter

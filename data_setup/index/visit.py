@@ -5,8 +5,6 @@ AcquisitionDateTime, AcquisitionDate, ContentDate and StudyDate; of a Heidelberg
 .vol the visit's (days from 30 December 1899).
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from datetime import date, timedelta

@@ -6,8 +6,6 @@ measured), labels.tsv (what a set says only of a volume), label_classes.yaml. A 
 never changed: an entry fills empty cells and adds rows at the end.
 """
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence

@@ -7,8 +7,6 @@ which way columns run. Layer thicknesses follow published normative maps of the 
 here; um in the truth).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

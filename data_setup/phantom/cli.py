@@ -13,8 +13,6 @@ their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface
 also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

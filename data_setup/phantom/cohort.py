@@ -7,8 +7,6 @@ overlap. Sites, devices, eyes and scan placement are drawn independently of the 
 rotation, so that none of them can stand in for it.
 """
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import dataclass
 

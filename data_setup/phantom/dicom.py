@@ -5,8 +5,6 @@ AI-READI format notes: empty ones where the Spectralis converter writes them, th
 for Topcon; the functional groups are in groups.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from pydicom.dataset import FileDataset
 from pydicom.sequence import Sequence

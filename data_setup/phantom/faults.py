@@ -6,8 +6,6 @@ null means that the file is usable (or never looked at). Bad files are small at 
 truth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -4,8 +4,6 @@ In: a participant, a scan, a size. Out: files under the tree's root. Every file 
 the size and the scan alone, so the order of work does not matter.
 """
 
-from __future__ import annotations
-
 import io
 from dataclasses import asdict
 from functools import lru_cache

@@ -7,8 +7,6 @@ none near the fovea nor in patches that severity makes. Below a vessel its flow 
 layers, as a projection artefact does in real cubes; `without_tails` has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -4,8 +4,6 @@ In: a `FileSpec`, the number of frames. Out: the shared and per-frame functional
 C.7.6.16) in the manner of each protocol, as the AI-READI format notes describe them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ height maps begin it, flow adds its columns. Heights are the truth's surfaces, s
 them is an error against truth; a real device's are not. Flow is made by flow.py from the vessels of the eye.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

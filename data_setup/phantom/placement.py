@@ -4,8 +4,6 @@ In: an eye, a protocol with shape and spacing, a random generator. Out: the fund
 and the depth of Bruch's membrane there.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 

@@ -7,8 +7,6 @@ correlated fully developed speckle (complex Gaussian, averaged over looks) multi
 noise floor, then the log display. Row coordinate r means r rows below the centre of the first row.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

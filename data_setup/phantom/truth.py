@@ -1,7 +1,5 @@
 """The truth file of one volume of a phantom, by its row of a prepared store's index."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -6,8 +6,6 @@ and hyperreflective foci, few and small, as the render has drawn them. `layers`:
 a class; then label_surfaces names the surfaces between them, too. They are the truth itself.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -7,8 +7,6 @@ read. Nothing in a file is run: no pickles, no MATLAB objects.
 Format: https://itk.org/Wiki/ITK/MetaIO/Documentation.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import zipfile

@@ -6,8 +6,6 @@ scans are checked here first.
 Standard: ISO/IEC 15444-1 annex A (JPEG 2000 markers), ITU-T T.81 annex B (JPEG markers).
 """
 
-from __future__ import annotations
-
 import struct
 
 from pydicom import uid

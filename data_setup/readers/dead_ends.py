@@ -6,8 +6,6 @@ the signature of JP2, as pydicom's discussion 1618 describes it), a maker's raw 
 reports and photographs; and of any kind a pointer of git-lfs in place of the file.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pydicom

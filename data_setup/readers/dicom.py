@@ -6,8 +6,6 @@ Only voxels and an `OCTHeader` leave a file.
 Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Iterator

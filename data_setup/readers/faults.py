@@ -6,8 +6,6 @@ The texts repeat only numbers and terms of the standard. They go into reports an
 can hold a patient's name anywhere.
 """
 
-from __future__ import annotations
-
 import logging
 import struct
 import traceback

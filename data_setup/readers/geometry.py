@@ -6,8 +6,6 @@ inferior -> superior, each with its source; a file that contradicts itself is a 
 Standard: DICOM PS3.3, Enhanced multi-frame functional groups and Ophthalmic Frame Location.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ The images lie beside the XML or in one folder below it. ExamURL names them, as 
 The patient's names and dates in the file are never read. The element names follow eyepy's reader (MIT).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

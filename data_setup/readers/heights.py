@@ -16,8 +16,6 @@ A map that says itself what is no height (FloatPixelPaddingValue), as export/pre
 read by `read_stated_heights`: any number of surfaces, in the order and by the labels of the file.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterable

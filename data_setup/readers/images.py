@@ -5,8 +5,6 @@ spacing comes from the YAML, or from the metadata of OME-TIFF or ImageJ. The one
 names, wherever it is, orders the images of a folder, without a gap.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import io
 import math

@@ -10,8 +10,6 @@ row of the image (0 the centre of the first), NaN where unknown, and `names`; or
 Segmentation (.dcm) as finetuning.predict writes it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import zipfile

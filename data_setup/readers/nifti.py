@@ -7,8 +7,6 @@ upwards. The YAML has to give `axes` where neither form is set, or where the axi
 smallest: files made from OCT DICOM often put the axial direction along z.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import math

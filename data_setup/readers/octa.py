@@ -7,8 +7,6 @@ Standard: DICOM PS3.3 A.84 and A.83, Ophthalmic Optical Coherence Tomography B-s
 Face Image; the en-face image is a projection of a slab, which its image type names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -7,8 +7,6 @@ from. A kind that cannot be opened is a reject with its name and version. docs/g
 needs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct

@@ -6,8 +6,6 @@ stack nor place. What says "1 of 1" is no such sign.
 Standard: DICOM PS3.3 C.7.6.16 (concatenation, temporal position) and C.7.6.17 (multi-frame dimensions).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest

@@ -5,8 +5,6 @@ of arrays, one frame each. Every length is checked against the file before memor
 Standard: DICOM PS3.5 section 8 and annex A.4.
 """
 
-from __future__ import annotations
-
 import struct
 import warnings
 from collections.abc import Iterator, Sequence

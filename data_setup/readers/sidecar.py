@@ -5,8 +5,6 @@ or as volume.yaml in any folder above it up to the root: key by key the nearest 
 missing spacing, range of values or order of axes is a reject.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -12,8 +12,6 @@ Layout under the store's URL, the same on a disk and in a bucket:
 writer.py and reader.py alone open a store; this file holds what they share.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

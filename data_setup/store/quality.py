@@ -17,8 +17,6 @@ Out: QUALITY_COLUMNS of the store's index.
 The limits are conventions. Nobody has compared them with a grader.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import lru_cache

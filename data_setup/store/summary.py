@@ -3,8 +3,6 @@
 In: the store's index and what the manifest skipped. Out: a dictionary of plain values, and text.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 In: a configuration. Out: a line for every volume that is missing, damaged or another one, and the exit code.
 """
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool

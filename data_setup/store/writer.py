@@ -4,8 +4,6 @@ In: resampled volumes and what was measured. Out: chunks, row files, the record 
 in data_setup/store/format.py. Every object is written whole, and a row's JSON comes after its chunk.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

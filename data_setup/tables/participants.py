@@ -5,8 +5,6 @@ table has a column of eyes. Without recommended_split the split is 70/10/20 % by
 50 people of the manifest are cut exactly, stratified by study_group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any

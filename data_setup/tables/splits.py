@@ -8,8 +8,6 @@ validation, 4 % at 30): shares are exact and stratified by group, and a growing 
 is in a store keeps the side (data_setup.prepare).
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from types import SimpleNamespace

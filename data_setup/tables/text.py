@@ -3,8 +3,6 @@
 In: a URL. Out: rows as text by column, an empty text where a cell has no value; and what a cell says.
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import io

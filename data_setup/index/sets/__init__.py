@@ -4,8 +4,6 @@ In: nothing. Out: PLUGS by name, in the order of `list`; and the sets of single 
 they have no plug. `srinivasan` in the catalogue is the shortest one to read first.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ In: a plug of the catalogue and a tree. Out: scans with what a line of the catal
 A `refine` reads the tables of a tree once and gives the change of a scan; a `read_labels` opens one file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -4,8 +4,6 @@ In: a plug and its tree. Out: entries, with what the plug says where the file do
 tables; and the sets as text, for `--sets`. Label arrays are read whole, one scan at a time.
 """
 
-from __future__ import annotations
-
 import difflib
 import io
 from dataclasses import replace

@@ -3,8 +3,6 @@
 In: a tree and a path. Out: rows of text, or arrays in the order that the manifest's volumes have.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ comes from the manifest or a YAML, and the reject says what a medium eye would h
 run is not known: the order along D stays unknown.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The reader of each maker's kind, by its name; and which volumes one file holds."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ eyepy (MIT), which is optional, knows the fields of Heidelberg's files; without 
 pip line. Its releases rename what it holds, so the pip line names the one that was tried.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import math

@@ -10,8 +10,6 @@ Boundaries of an FDA (@CONTOUR_INFO) are rows from the bottom: the bottom row is
 line of each is that of the first B-scan; oct-converter 0.7 reverses them, and gives one row more.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Container, Iterator

@@ -7,8 +7,6 @@ grey values by eyepy's formula. Files that eyepy itself wrote (`ep-v...`) hold g
 which its own reader turns into two levels: they are taken as they are.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """MATLAB, NumPy and MetaImage: the same voxels as other libraries write them, and damaged files."""
 
-from __future__ import annotations
-
 import zipfile
 import zlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What lies on volumes, whatever it is: done once, damaged, absent, and which way unclear B-scans run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

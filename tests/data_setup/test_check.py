@@ -1,7 +1,5 @@
 """prepare --check-only: what a header shows is found, from few bytes, and no volume is written."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

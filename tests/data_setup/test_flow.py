@@ -1,7 +1,5 @@
 """Flow cubes and en-face images: read, listed, paired, laid on the volumes' grid, mismatches counted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """data_setup/readers/geometry.py: the frames of a file in order, and every contradiction by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Height maps of the data set: read, linked, laid on the volumes' grid, every mismatch counted by reason."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

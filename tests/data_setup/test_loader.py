@@ -1,7 +1,5 @@
 """data_setup/loader.py: the global batch is a function of (seed, step), whoever computes it."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

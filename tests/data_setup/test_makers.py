@@ -1,7 +1,5 @@
 """data_setup/readers/makers/: makers' own files against the libraries that know them, and own numbers."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

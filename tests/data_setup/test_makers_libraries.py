@@ -1,7 +1,5 @@
 """data_setup/readers/makers/ beside oct-converter on the same files: equal, or a difference by name."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """data_setup/masks.py: exact counts, no leak through surplus, no plane of D favoured."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The phantom: valid files of every device, truth that matches the pixels, labels out of anatomy."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

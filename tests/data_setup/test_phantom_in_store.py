@@ -4,8 +4,6 @@ The whole way is real: rendered anatomy, DICOM with its device's spacing quirks,
 The truth is mapped through the written geometry alone: centres aligned, D superior to inferior.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each fault of a scan, planted in phantom eyes of four devices at known strength, moves its own number."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """data_setup/resample.py: values, anti-aliasing and geometry against closed forms and MONAI."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,7 +1,5 @@
 """data_setup/store: rows never move, statuses are kept, volumes come back, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl

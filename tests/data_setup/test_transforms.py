@@ -1,7 +1,5 @@
 """data_setup/{transforms,field,normalisation}.py: where every voxel went and what is read of it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

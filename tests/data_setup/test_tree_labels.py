@@ -1,7 +1,5 @@
 """Labels that come with a tree, laid on the volumes of a store: geometry, kinds of file, named mismatches."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ It also refuses an upload with ifGenerationMatch=0 with 412 when the object exis
 gcp-storage-emulator does not do it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

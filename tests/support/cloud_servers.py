@@ -1,7 +1,5 @@
 """Storage servers on loopback: gcp-storage-emulator (gs://) and moto (s3://), each a process of its own."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

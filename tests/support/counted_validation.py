@@ -5,8 +5,6 @@ Writes run.dir/numbers_RANK.json, what `validate` returned, and for every volume
 run.dir/reads/RANK_PID_ROW_NUMBER; PID is `own` in the process that validates.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

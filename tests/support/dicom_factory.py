@@ -1,7 +1,5 @@
 """Small OPT files for tests: write_opt() makes a sound one; its arguments and `edit` take it apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path

@@ -6,8 +6,6 @@ files were read. A case that takes too long ends the process; `run_cases` starts
 always makes the same file: `python -m tests.support.dicom_fuzz FOLDER NUMBER` writes that file and reads it.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import json

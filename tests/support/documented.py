@@ -7,8 +7,6 @@ to those of the text (`BEFORE`, `TINY`). Every other word is the text's. documen
 different for a page.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A small evaluation cohort of benchmarks.evidence, made by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from benchmarks.evidence.cohorts import Truth, fold_of_rows

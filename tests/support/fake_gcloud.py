@@ -8,8 +8,6 @@ Its folder is FAKE_GCLOUD: state.json {account, name, state, addresses, environm
 call in calls.txt, and worker_0, worker_1 ...
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

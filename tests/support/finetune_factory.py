@@ -4,8 +4,6 @@ A volume is speckle with a band that is thicker in a later class, so a probe can
 has both eyes, and devices are balanced over the classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

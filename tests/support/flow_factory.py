@@ -1,7 +1,5 @@
 """A phantom of small OCTA-type scans with flow cubes and en-face images, and its store."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A phantom of small OCTA-type scans with height maps, and its store: a second or two of the real stages."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ writers of the files that the sets come in; IMITATIONS, a function for each set.
 larger voxels than its set: `write_spacing` says so in a volume.yaml.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -2,8 +2,6 @@
 libraries.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A TPU VM of folders for run_tpu_xla.sh: a source tree under git, the stand-in for gcloud, the workers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The fields of the lines of finetuning.predict, as the page that documents them says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files in makers' own formats with known voxels: VOL by eyepy's fields, the others byte by byte."""
 
-from __future__ import annotations
-
 import io
 import struct
 from collections.abc import Sequence

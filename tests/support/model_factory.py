@@ -1,7 +1,5 @@
 """Small models and batches for tests of models and training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

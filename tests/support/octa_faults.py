@@ -5,8 +5,6 @@ planted: {"path", "kind", "expected_reason"}. A habit changes every file, a faul
 in the order of the manifest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

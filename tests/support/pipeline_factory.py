@@ -1,7 +1,5 @@
 """A small phantom, its store and a run on it, made once per module of tests from the real stages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -9,8 +9,6 @@ bucket that fails is given up within a second. {"max_bad_steps": N}: skipped_upd
 worker never finishes reading row R of the store. {"no_pickle": true}: whatever reads a pickle fails.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Pickle as something that must not be reached, and a peer that sends one."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run directory as the stages write it, small and made by hand: for tests of the report."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

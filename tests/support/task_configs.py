@@ -1,7 +1,5 @@
 """Task files of configs/ are whole only on top of a checkpoint's configuration; tests give them one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

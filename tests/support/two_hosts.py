@@ -10,8 +10,6 @@ Printed, a JSON object a line: the mesh, the rows that this host feeds at each s
 executed, how many an earlier start had kept and how many not.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -5,8 +5,6 @@ In: RANK and the other variables that torchrun sets. Out: the first saves to OUT
 With `compiled`: what each has of the compiled cases, and its counts of programs and of graph breaks.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -2,8 +2,6 @@
 slow plain model in float64 that knows grids of any shape.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

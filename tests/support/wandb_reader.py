@@ -1,7 +1,5 @@
 """Read the records of a .wandb file: a 7-byte header, then LevelDB log blocks of 32 KiB."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

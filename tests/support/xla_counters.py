@@ -4,8 +4,6 @@ CPU.
 The imports are inside: tests that use these are collected where there is no torch_xla.
 """
 
-from __future__ import annotations
-
 
 def count_compiled() -> int:
     return _samples("CompileTime")

@@ -1,7 +1,5 @@
 """What the tests of the DICOM reader share: a header, a reason, an edit of an attribute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

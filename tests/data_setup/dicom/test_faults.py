@@ -1,7 +1,5 @@
 """Every fault has its name: no DICOM, wrong attributes, cut files, damaged bytes, codecs not there."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Peak memory is bounded by the raw volume, whatever a header claims."""
 
-from __future__ import annotations
-
 import io
 import struct
 import subprocess

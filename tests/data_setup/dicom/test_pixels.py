@@ -1,7 +1,5 @@
 """Pixels of a DICOM file: frames against pydicom, samples and layouts, grey values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Where B-scans lie: order, direction and spacing by what the file states; what is no volume is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Zip archives, sound and changed; a folder of them and the tree that the command makes of it."""
 
-from __future__ import annotations
-
 import io
 import re
 import struct

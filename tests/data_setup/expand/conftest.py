@@ -1,7 +1,5 @@
 """Archives and a tree on the disk, for the tests of this folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Archives and tree in a bucket, with faults in the requests."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """What is refused before anything is written; damage is named, and the other archives go on."""
 
-from __future__ import annotations
-
 import io
 import stat
 import tracemalloc

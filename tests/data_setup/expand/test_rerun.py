@@ -1,7 +1,5 @@
 """A second run goes on; runs at the same time lose nothing; what a killed one left goes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

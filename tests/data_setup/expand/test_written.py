@@ -1,7 +1,5 @@
 """The tree is what the archives hold, in every form of zip, of one archive or many."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

@@ -1,7 +1,5 @@
 """What the tests of the importers share: a record, its volume or its reject; one volume as every kind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files that contradict themselves, hold several volumes, or that only another export replaces: named."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

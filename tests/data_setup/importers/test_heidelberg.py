@@ -1,7 +1,5 @@
 """Heidelberg's XML: lines, and exports as clinics have them; those with a fault are named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

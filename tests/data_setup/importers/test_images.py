@@ -1,7 +1,5 @@
 """Folders of images and TIFF files as programs write them: every fault by its name."""
 
-from __future__ import annotations
-
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The content has to be what the name says; few columns are enough, faults are rows and the run goes on."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """NIfTI: axes and directions by its affine, spacing by its units; a header that says too little, or lies."""
 
-from __future__ import annotations
-
 import gzip
 import tracemalloc
 from pathlib import Path

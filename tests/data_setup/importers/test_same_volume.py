@@ -1,7 +1,5 @@
 """Every kind gives the volume that DICOM gives, into the same row of the store; from a bucket, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

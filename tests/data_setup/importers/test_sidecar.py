@@ -1,7 +1,5 @@
 """What a YAML says of a file, and how stored values become grey values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which files are taken for volumes, by their headers, and where to write what they do not say."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Masks and label maps in a tree: no eyes, and paired with the scans that they are of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """data_setup/index/sets: every public set from an imitation in its layout to a store, and one to a probe."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shlex

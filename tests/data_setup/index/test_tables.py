@@ -1,7 +1,5 @@
 """The tables: what a table has stays, and who a file is of, by header and path."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

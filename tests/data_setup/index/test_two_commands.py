@@ -1,7 +1,5 @@
 """Any tree becomes a store in two commands, on a disk, in a bucket, and as the page has them."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Trees of files of any kind, the command that indexes them, the tables it writes and the store of them."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from pathlib import Path

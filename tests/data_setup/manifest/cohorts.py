@@ -1,7 +1,5 @@
 """Tables of cohorts as AI-READI writes them, a configuration that reads them, an audit of their files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from data_setup.check import audit_files, list_tree

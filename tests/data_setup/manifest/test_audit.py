@@ -1,7 +1,5 @@
 """Files that the manifest names and that are not there, and the other way round, by one listing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Filters, one domain, and a share of every site, device and group; unknown values are errors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cohorts of one's own: own names, no participants.tsv, a row for each eye, facts in the manifest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """Rows become records: ids, versions, paths of every form, sides; a damaged table is named by its line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Splits by participant: the recommended one, or seeded ones that a growing cohort does not change."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A phantom tree and its store, for the tests of this folder."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command on a tree, here or in a process of its own; what its store then holds."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

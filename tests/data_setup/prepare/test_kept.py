@@ -1,7 +1,5 @@
 """A good tree is kept whole: its volumes, their statistics, eyes and spacings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

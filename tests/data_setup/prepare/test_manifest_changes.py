@@ -1,7 +1,5 @@
 """A manifest or a participant that changes updates the rows and moves no volume."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

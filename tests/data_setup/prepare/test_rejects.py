@@ -1,7 +1,5 @@
 """Files that cannot be used, runs that are refused, files that are missing or in no row."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """A run again reuses what is there, and loses no volume whose source moved or is gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

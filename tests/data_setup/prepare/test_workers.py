@@ -1,7 +1,5 @@
 """A kill, a worker that dies and an error of ours cost a file at most, with every kind of worker."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,5 +3,5 @@
 In: DICOM volumes or other image files, a manifest and a table of participants. Out: a prepared store, and
 from it global batches that depend on (seed, step) only. The flat files are the story in reading order:
 protocols, manifest, readers/, resample, prepare, store/, transforms, valid_field, masks, normalisation,
-order, loader. The folders attach/, expand/ and phantom/ and check are side doors. Read prepare.py first.
+order, loader. check, expand, attach/, index/ and phantom/ are side doors. Read prepare.py first.
 """

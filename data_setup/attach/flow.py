@@ -24,7 +24,7 @@ import pandas as pd
 
 from data_setup.attach.directions import CLEARER_FIT, LEAST_FIT, correlation
 from data_setup.attach.grid import along_d, at_scan, box, field_to_grid, length_mm
-from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run, words
+from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run
 from data_setup.attach.kinds import FLOW
 from data_setup.attach.stored import SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -32,6 +32,7 @@ from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, read_
 from data_setup.resample import resample_frames
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
+from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config

@@ -19,13 +19,14 @@ import pandas as pd
 
 from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.attach.grid import box, lay_on_grid
-from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run, words
+from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run
 from data_setup.attach.kinds import HEIGHTS
 from data_setup.attach.stored import SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import NUM_SURFACES, HeightMap, read_heights
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
+from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config

@@ -23,6 +23,7 @@ from data_setup.attach.stored import SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
+from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, fact_of, path_of
 from utils import storage
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -200,11 +201,6 @@ def require_jobs(jobs: Sequence[Job], counts: Mapping[str, int], url: str, expec
 def mismatches(index: pd.DataFrame, counts: Mapping[str, int]) -> dict[str, int]:
     """How many lines and files are not used, by reason."""
     return dict(sorted((Counter(counts) + Counter(index.status[index.status != KEPT].tolist())).items()))
-
-
-def words(counts: Mapping[str, int], nothing: str = "none") -> str:
-    """`name 1, other 2`."""
-    return ", ".join(f"{name} {count}" for name, count in counts.items()) or nothing
 
 
 def finish(

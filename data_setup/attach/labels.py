@@ -22,7 +22,7 @@ import yaml
 
 from data_setup.attach.grid import lay_on_grid, nearest_voxels
 from data_setup.attach.heights import facts_of, require_inside
-from data_setup.attach.jobs import Job, finish, match_lines, mismatches, require_jobs, run, words
+from data_setup.attach.jobs import Job, finish, match_lines, mismatches, require_jobs, run
 from data_setup.attach.kinds import HEIGHTS, LABELS, OF_LABELS
 from data_setup.attach.stored import SideWriter, counts_text, parse_counts
 from data_setup.manifest import unknown_record
@@ -32,6 +32,7 @@ from data_setup.readers.labels import label_stat, read_label_surfaces, read_labe
 from data_setup.readers.open_record import labelled_header
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
+from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, fact_of, read_table
 from utils import storage
 from utils.config.schema import Config

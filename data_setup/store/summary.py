@@ -29,9 +29,9 @@ def by_frequency(values: Iterable[object]) -> dict[str, int]:
     return dict(sorted(Counter(map(str, values)).items(), key=lambda item: (-item[1], item[0])))
 
 
-def words(numbers: Mapping[str, int]) -> str:
+def words(numbers: Mapping[str, int], nothing: str = "none") -> str:
     """Names and numbers in one line."""
-    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or "none"
+    return ", ".join(f"{name} {n}" for name, n in numbers.items()) or nothing
 
 
 def _group(index: pd.DataFrame) -> dict[str, Any]:

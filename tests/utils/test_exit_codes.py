@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data_setup import prepare
-from data_setup.expand import cli as expand
+from data_setup import expand, prepare
 from data_setup.index import cli as index
 from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate

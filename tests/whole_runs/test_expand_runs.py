@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_setup.expand import cli as expand
+from data_setup import expand
 from tests.data_setup.expand.archives import OCT, make_zip, tree_of
 from tests.support.cloud_proxy import FAULTS, RESET, STALL, Proxy, Schedule, fault_proxy, seeded
 from tests.support.cloud_servers import BUCKET, gcs_server
@@ -121,7 +121,7 @@ def hook(event, args):
         mode, flags = args[1], args[2]
         if (isinstance(mode, str) and set(mode) & set("wax+")) or (isinstance(flags, int) and flags & 3):
             written.append(args[0])
-from data_setup.expand import cli as expand
+from data_setup import expand
 from utils import storage
 from utils.config.schema import StorageOptions
 endpoint = sys.argv[sys.argv.index("--endpoint-url") + 1]

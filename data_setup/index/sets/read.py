@@ -7,7 +7,6 @@ import io
 from collections.abc import Sequence
 
 import numpy as np
-import pandas as pd
 import tifffile
 
 from data_setup.index.sets.facts import Tree
@@ -16,26 +15,14 @@ from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.labels import whole_numbers
 from data_setup.readers.sidecar import reading
-from utils.errors import UserError
+from data_setup.tables.text import read_cells, require_columns
 
 
 def sheet(tree: Tree, path: str, required: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a .csv or the first sheet of an .xlsx as text; raises UserError, StorageError."""
-    url, data = tree.url(path), io.BytesIO(tree.read(path))
-    try:
-        read = pd.read_csv if path.lower().endswith(".csv") else pd.read_excel
-        table = read(data, dtype=str, keep_default_na=False)
-    except ImportError as error:
-        raise UserError(
-            f"{url}: expected openpyxl, which reads it (pip install openpyxl), found none"
-        ) from error
-    except (ValueError, KeyError, OSError) as error:
-        raise UserError(f"{url}: expected a table, found {type(error).__name__}") from error
-    table.columns = [str(name).strip() for name in table.columns]
-    for name in required:
-        if name not in table.columns:
-            raise UserError(f"{url}: expected a column {name!r}, found {', '.join(table.columns)}")
-    return [{str(k): str(v).strip() for k, v in row.items()} for row in table.to_dict("records")]
+    header, rows = read_cells(tree.url(path), tree.options)
+    require_columns(header, required, tree.url(path))
+    return [{k: v.strip() for k, v in zip(header, cells, strict=True)} for cells in rows.values()]
 
 
 def array(tree: Tree, path: str, name: str) -> np.ndarray:

@@ -1,1 +1,1 @@
-"""Tests of data_setup/expand/."""
+"""Tests of data_setup/expand.py."""

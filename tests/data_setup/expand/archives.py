@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_setup.expand import cli as expand
+from data_setup import expand
 from utils import storage
 from utils.config.schema import StorageOptions
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from data_setup.expand import cli as expand
-from data_setup.expand.cli import ArchiveFault, read_members
+from data_setup import expand
+from data_setup.expand import ArchiveFault, read_members
 from tests.data_setup.expand.archives import NOISE, OCT, TREE, make_zip, tree_of
 from tests.support.cloud_proxy import CORRUPT, CUT, RESET, UNFRAMED, Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, gcs_server

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from data_setup.expand.cli import CHUNK_BYTES, key_of
+from data_setup.expand import CHUNK_BYTES, key_of
 from tests.data_setup.expand.archives import NOISE, TREE, Disk, flip, make_zip, patched
 from utils import storage
 
@@ -81,7 +81,7 @@ def test_a_name_that_zipfile_would_not_write_is_refused(disk: Disk, raw: bytes) 
 def test_a_dangerous_archive_is_refused_before_anything_is_written(
     disk: Disk, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("data_setup.expand.cli.MAX_MEMBER_BYTES", 2**31)
+    monkeypatch.setattr("data_setup.expand.MAX_MEMBER_BYTES", 2**31)
     check_refused(disk, BAD_ARCHIVES[reason](), f": {reason}")
 
 

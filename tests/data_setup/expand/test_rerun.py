@@ -8,7 +8,7 @@ from threading import Barrier
 
 import pytest
 
-from data_setup.expand import cli as expand
+from data_setup import expand
 from tests.data_setup.expand.archives import NOISE, OCT, TREE, Disk, flip, make_zip, tree_of
 from utils import storage
 from utils.errors import UserError

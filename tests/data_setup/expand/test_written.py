@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_setup.expand.cli import find_archives
+from data_setup.expand import find_archives
 from tests.data_setup.expand.archives import NOISE, OCT, TREE, Disk, make_zip
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
@@ -22,7 +22,7 @@ def test_the_tree_is_what_the_archive_holds(disk: Disk, method: int) -> None:
 
 
 def test_a_member_of_many_parts(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data_setup.expand.cli.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("data_setup.expand.CHUNK_BYTES", 1000)
     disk.put("a.zip", make_zip(TREE, zipfile.ZIP_STORED))
     assert disk.run() == 0
     assert disk.run("--verify") == 0

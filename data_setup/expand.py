@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from utils import storage
+from utils.cli import run_cli
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.help_pages import PeopleParser
@@ -352,3 +353,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_fine = [expansion.expand(url) for url in urls]
     say(f"{len(urls)} archives, {is_fine.count(False)} with errors", flush=True)
     return 0 if all(is_fine) else EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -84,10 +84,7 @@ def surfaces(file: IO[bytes], url: str, part: str | None) -> Surfaces | None:
                 if layer.id in names and len(values) == width:
                     heights[list(names).index(layer.id), index] = values
     heights[~((heights > 0) & (heights < _NO_VALUE))] = np.nan
-    drawn = [place for place in range(len(names)) if not np.isnan(heights[place]).all()]
-    if not drawn:
-        return None
-    return Surfaces(heights[drawn], tuple(list(names.values())[place] for place in drawn))
+    return Surfaces(heights, tuple(names.values())).drawn()
 
 
 def _series(file: IO[bytes], url: str) -> list[Any]:

@@ -9,8 +9,8 @@ import io
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 
@@ -30,6 +30,12 @@ class Surfaces:
 
     heights: np.ndarray
     names: tuple[str, ...]
+
+    def drawn(self) -> Self | None:
+        """Without those that have no row at all; None where nothing is left."""
+        is_drawn = ~np.isnan(self.heights).all(axis=(1, 2))
+        names = tuple(name for name, kept in zip(self.names, is_drawn, strict=True) if kept)
+        return replace(self, heights=self.heights[is_drawn], names=names) if names else None
 
     def to_bytes(self) -> bytes:
         """A .npz with `surfaces` and `names`."""
@@ -57,6 +63,11 @@ def parsing(url: str, expected: str) -> Iterator[None]:
             yield
     except construct.ConstructError as error:  # its text quotes bytes of the file
         raise OCTReadError(url, RejectReason.CORRUPT_FILE, expected, type(error).__name__) from None
+
+
+def text_of(field: bytes) -> str:
+    """A string of a file, up to its first zero; latin-1 has a letter for each byte."""
+    return field.split(b"\0", 1)[0].decode("latin-1").strip()
 
 
 def check_size(shape: tuple[int, int, int], value_bytes: int, url: str) -> None:

@@ -21,7 +21,7 @@ from pylibjpeg import decode
 
 from data_setup.protocols import DEVICES
 from data_setup.readers.faults import OCTReadError, RejectReason, number
-from data_setup.readers.makers.library import Surfaces
+from data_setup.readers.makers.library import Surfaces, text_of
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
 
 _MAX_CHUNKS = 1000
@@ -57,7 +57,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any
         chunks = _chunks(file, url)
         voxels = _voxels(file, chunks, url)
         side = next((_SIDES.get(_part(file, chunks, n, 1, url)[0]) for n in _EYES if n in chunks), None)
-        model = next((_text(_part(file, chunks, n, 16, url)) for n in _MODELS if n in chunks), "")
+        model = next((text_of(_part(file, chunks, n, 16, url)) for n in _MODELS if n in chunks), "")
         spacing = _spacing(file, chunks, voxels.shape, url)
     dtype, device = np.dtype(np.uint8 if voxels.is_jpeg else "<u2"), _device(model)
     header = make_header(url, kind, voxels.shape, dtype, spacing, sidecar, laterality=side, device=device)
@@ -87,11 +87,11 @@ def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
             raise OCTReadError(
                 url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, rows.shape))
             )
-    drawn = {name: rows for name, rows in every.items() if not np.isnan(rows).all()}
-    if not drawn:
+    drawn = Surfaces(np.stack(list(every.values())), tuple(every)).drawn() if every else None
+    if drawn is None:
         return None
-    by_depth = sorted(drawn, key=lambda name: float(np.nanmean(drawn[name])))
-    return Surfaces(np.stack([drawn[name] for name in by_depth]), tuple(by_depth))
+    order = np.argsort(np.nanmean(drawn.heights, axis=(1, 2)), kind="stable")
+    return Surfaces(drawn.heights[order], tuple(drawn.names[place] for place in order))
 
 
 def contours(file: IO[bytes], url: str, height: int) -> dict[str, np.ndarray]:
@@ -111,7 +111,7 @@ def contours(file: IO[bytes], url: str, height: int) -> dict[str, np.ndarray]:
         values = np.frombuffer(file.read(columns * lines * kind.itemsize), kind).reshape(lines, columns)
         rows = height - 1 - values.astype(np.float32)
         rows[~((rows >= 0) & (rows < height))] = np.nan
-        result[_BOUNDARIES.get(_text(label), _text(label))] = rows
+        result[_BOUNDARIES.get(text_of(label), text_of(label))] = rows
     return result
 
 
@@ -119,7 +119,7 @@ def patient_id(file: IO[bytes], url: str) -> str:
     """The id that somebody typed in, "" without one; it may identify a person. Raises OCTReadError."""
     with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
         chunks = _chunks(file, url)
-        return next((_text(_part(file, chunks, n, 32, url)) for n in _PATIENTS if n in chunks), "")
+        return next((text_of(_part(file, chunks, n, 32, url)) for n in _PATIENTS if n in chunks), "")
 
 
 def _chunks(file: IO[bytes], url: str) -> _Chunks:
@@ -230,7 +230,3 @@ def _device(model: str) -> str | None:
     name = re.sub(r"[^a-z0-9]+", "_", model.lower()).strip("_")
     known = next((d for d in DEVICES if d.removeprefix("topcon_") in name), None)
     return known or (f"topcon_{name}" if name else None)
-
-
-def _text(field: bytes) -> str:
-    return field.split(b"\0", 1)[0].decode("latin-1").strip()

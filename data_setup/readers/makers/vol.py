@@ -18,7 +18,7 @@ import numpy as np
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.geometry import Geometry, Measures, check_geometry
 from data_setup.readers.heidelberg import DEVICE, geometry_of_lines
-from data_setup.readers.makers.library import PATTERNS, Surfaces, check_size, eyepy_module, parsing
+from data_setup.readers.makers.library import PATTERNS, Surfaces, check_size, eyepy_module, parsing, text_of
 from data_setup.readers.sidecar import Sidecar, checked_frames, make_header
 from data_setup.tables.text import SIDES
 
@@ -82,9 +82,8 @@ def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
         heights[: len(rows), index] = rows[: len(names)]
     heights[~(np.abs(heights) < _NO_VALUE)] = np.nan
     is_drawn = (np.isfinite(heights) & (heights != 0)).any(axis=(1, 2))  # HEYEX fills unused ones with 0
-    if not is_drawn.any():
-        return None
-    return Surfaces(heights[is_drawn], tuple(n for n, drawn in zip(names, is_drawn, strict=True) if drawn))
+    heights[~is_drawn] = np.nan
+    return Surfaces(heights, tuple(names)).drawn()
 
 
 @functools.cache
@@ -128,8 +127,8 @@ def _headers(file: IO[bytes], url: str) -> _File:
     lines = [((h.start_x, h.start_y), (h.end_x, h.end_y)) for h in headers]
     scales = [Measures(head.scale_y, head.scale_x, head.distance or None)] * shape[0]
     measured = check_geometry(geometry_of_lines(lines, scales), shape, None, None, url)
-    is_grey, side = head.version.startswith(b"ep-v"), SIDES.get(_text(head.scan_position).lower())
-    return _File(shape, is_grey, side, _text(head.patient_id), measured, tuple(starts), tuple(headers))
+    is_grey, side = head.version.startswith(b"ep-v"), SIDES.get(text_of(head.scan_position).lower())
+    return _File(shape, is_grey, side, text_of(head.patient_id), measured, tuple(starts), tuple(headers))
 
 
 def _frame(file: IO[bytes], vol: _File, index: int, url: str) -> np.ndarray:
@@ -154,8 +153,3 @@ def _exactly(file: IO[bytes], length: int, url: str) -> bytes:
     if len(data) < length:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes more", len(data))
     return data
-
-
-def _text(field: bytes) -> str:
-    """A string of the file, up to its first zero; latin-1 has a letter for each byte."""
-    return field.split(b"\0", 1)[0].decode("latin-1").strip()

@@ -59,7 +59,8 @@ def with_label_maps(
     pairs: dict[str, list[Entry]] = {}  # path of a scan -> its label maps
     for entry in (e for e in entries if e.path in maps):
         fitting = [s for s in scans.get(_key(entry), []) if s.shape == entry.shape or not entry.shape]
-        for scan in fitting if len({_name(s) for s in fitting}) == 1 else []:
+        names = {_CHANNEL.sub("", _ENDING.sub("", posixpath.basename(s.path))) for s in fitting}
+        for scan in fitting if len(names) == 1 else []:
             pairs.setdefault(scan.path, []).append(entry)
     paired = {one.path: path for path, some in pairs.items() if len(some) == 1 for one in some}
     return [
@@ -153,10 +154,6 @@ def _key(entry: Entry, is_scan: bool = False) -> str:
     name = _STEM.sub("", name)
     parts = [*folders, _CHANNEL.sub("", name) if is_scan else name]
     return "/".join(p for p in parts if not (_FOLDER.fullmatch(p) or _OF_SCANS.fullmatch(p))).lower()
-
-
-def _name(entry: Entry) -> str:
-    return _CHANNEL.sub("", _ENDING.sub("", posixpath.basename(entry.path)))
 
 
 def _place(entry: Entry) -> str:

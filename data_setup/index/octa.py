@@ -8,7 +8,7 @@ has a separate row, without a structural path. Every run writes the table again.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from data_setup.index.look import Entry
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, slab_of
@@ -43,8 +43,8 @@ def write_octa(
     of_volume: dict[str, list[Entry]] = {}
     alone: list[Entry] = []
     for entry in octa:
-        uid = _source(entry, volumes)
-        (of_volume.setdefault(uid, []) if uid else alone).append(entry)
+        named = sorted(_octa(entry).references & volumes.keys())  # of several none
+        (of_volume.setdefault(named[0], []) if len(named) == 1 else alone).append(entry)
     rows = [_row(volumes[uid], files) for uid, files in sorted(of_volume.items())]
     rows += [_row(None, [entry]) for entry in alone]
     second = sum(_surplus(files) for files in of_volume.values())
@@ -63,12 +63,6 @@ def write_octa(
 def _octa(entry: Entry) -> OctaHeader:
     assert entry.octa is not None
     return entry.octa
-
-
-def _source(entry: Entry, volumes: Mapping[str, Entry]) -> str | None:
-    """The volume that the header refers to; None for none, and for several."""
-    named = sorted(_octa(entry).references & volumes.keys())
-    return named[0] if len(named) == 1 else None
 
 
 def _row(volume: Entry | None, files: Sequence[Entry]) -> dict[str, str]:

@@ -206,7 +206,8 @@ def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[
         words = _names(name, ids)
         if not words or (nth < patient < len(names) and not re.search(r"\d{4}", "_".join(words))):
             continue
-        is_hidden = _are_short(words) and any(_hides(_names(f, ids), len(above) == most) for f in above)
+        is_short = all(map(_SHORT.fullmatch, words))
+        is_hidden = is_short and any(_hides(_names(f, ids), len(above) == most) for f in above)
         if not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
             yield "_".join(words), "/".join(above)
 
@@ -240,10 +241,6 @@ def _names_of(name: str) -> tuple[tuple[str, bool], ...]:
 def _names(name: str, ids: Collection[str] = ()) -> list[str]:
     """The words that may name a person; a date is none but where it is one of `ids`."""
     return [word for word, is_date in _names_of(name) if not is_date or word in ids]
-
-
-def _are_short(words: Sequence[str]) -> bool:
-    return all(_SHORT.fullmatch(word) for word in words)
 
 
 def _hides(words: Sequence[str], is_file: bool) -> bool:

@@ -153,6 +153,8 @@ def summarise(
     index: pd.DataFrame, attrs: Mapping[str, Any], skipped: Mapping[str, int], run: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The report: the store, by device, by protocol; medians of shape and spacing, means of fractions."""
+    kept, rejected = index[index.status == KEPT], index[~index.status.isin([KEPT, PENDING])]
+    worthless = kept[kept["quality"] < WORTHLESS]
     return {
         "records": len(index),
         "pending": int((index.status == PENDING).sum()),
@@ -162,28 +164,13 @@ def summarise(
         "synthetic": attrs["synthetic"],
         "geometry": attrs["geometry"],
         **_group(index),
-        "rejected_files": _first_files(index),
-        "worthless_files": _worthless_files(index[index.status == KEPT]),
+        "rejected_files": {str(r): p.path.head(REJECT_NAMES).tolist() for r, p in rejected.groupby("status")},
+        "worthless_files": dict(zip(worthless.path, worthless["quality"].round(5), strict=True)),
         "by_device": {str(name): _group(part) for name, part in index.groupby("device")},
         "by_protocol": {str(name): _group(part) for name, part in index.groupby("protocol")},
-        "participants": {
-            str(split): int(part.person_id.nunique())
-            for split, part in index[index.status == KEPT].groupby("split")
-        },
+        "participants": {str(split): int(part.person_id.nunique()) for split, part in kept.groupby("split")},
         "run": dict(run),
     }
-
-
-def _first_files(index: pd.DataFrame) -> dict[str, list[str]]:
-    """Reason -> the first files that were rejected for it."""
-    rejected = index[~index.status.isin([KEPT, PENDING])]
-    return {str(reason): part.path.head(REJECT_NAMES).tolist() for reason, part in rejected.groupby("status")}
-
-
-def _worthless_files(kept: pd.DataFrame) -> dict[str, float]:
-    """Path -> quality of those that are worth next to nothing."""
-    worthless = kept[kept["quality"] < WORTHLESS]
-    return dict(zip(worthless.path, worthless["quality"].astype(float).round(5), strict=True))
 
 
 def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, str]) -> list[str]:
@@ -201,10 +188,6 @@ def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, st
     if same := identical_volumes(index):
         texts.append(f"the same volume under several participants: {_named(index, same, lines)}")
     return texts
-
-
-def _triple(values: list[float] | None) -> str:
-    return " x ".join(f"{v:.3g}" for v in values) if values else "-"
 
 
 def run_line(run: Mapping[str, Any]) -> str:
@@ -240,7 +223,9 @@ def table(report: Mapping[str, Any]) -> str:
         if not part["kept"]:
             rows[-1] += [NONE] * 3
             continue
-        um = [_triple((1000 * np.asarray(part[f"spacing_{when}"])).tolist()) for when in ("before", "after")]
+        um = [
+            " x ".join(f"{1000 * mm:.3g}" for mm in part[f"spacing_{when}"]) for when in ("before", "after")
+        ]
         rows[-1] += [f"{part['valid_fraction']:.2f}", f"{part['lost_fraction']:.2f}", " -> ".join(um)]
         if part["valid_fraction"] < LOW_VALID_FRACTION:
             warnings.append(

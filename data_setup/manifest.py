@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, device_of_path, protocol_of_path
+from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, Shape, Triple, device_of_path, protocol_of_path
 from data_setup.tables.participants import RECOMMENDED as RECOMMENDED
 from data_setup.tables.participants import TREE as TREE
 from data_setup.tables.participants import eye_of, may_lack_participants, of_eye, read_participants
@@ -63,12 +63,12 @@ class Record:
     path: str  # relative to the root, no leading slash
     url: str
     sop_instance_uid: str = ""
-    shape: tuple[int, int, int] | None = None
+    shape: Shape | None = None
     split: str = ""  # train | val | test
     study_group: str | None = None
     clinical_site: str | None = None
     age: int | None = None
-    spacing_mm: tuple[float, float, float] | None = None  # these three are beside or in place of the file's
+    spacing_mm: Triple | None = None  # these three are beside or in place of the file's
     d_order: str | None = None  # a key of tables.D_ORDERS
     files: str | None = None  # of a folder: pattern of its B-scan images
     volume_yaml: str | None = None  # keys of a volume.yaml in one line, beneath those of the YAML files

@@ -8,6 +8,9 @@ Source: the public AI-READI documentation of the retinal OCT folder (structural_
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+Shape = tuple[int, int, int]  # (D, H, W) = (frames, rows, columns)
+Triple = tuple[float, float, float]  # the same of lengths in mm
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -17,8 +20,8 @@ class Protocol:
     name_v2: str | None  # file-name part, versions 1 and 2; None: not in those versions
     device: str  # folder under retinal_oct/structural_oct
     region: str  # the manifest's anatomic_region
-    shape: tuple[int, int, int]
-    spacing_mm: tuple[float, float, float]  # nominal (B-scan distance, axial, lateral)
+    shape: Shape
+    spacing_mm: Triple  # nominal (B-scan distance, axial, lateral)
     is_volume: bool = True  # False: radial and circle scans, which no D axis orders
 
     @property
@@ -27,7 +30,7 @@ class Protocol:
         return self.name.removesuffix("_oct").replace("_", " ") if self.name_v2 != self.name else self.name
 
     @property
-    def field_mm(self) -> tuple[float, float, float]:
+    def field_mm(self) -> Triple:
         """Nominal scanned field in mm: (frames - 1) B-scan distances, rows and columns times spacing."""
         frames, rows, columns = self.shape
         return ((frames - 1) * self.spacing_mm[0], rows * self.spacing_mm[1], columns * self.spacing_mm[2])

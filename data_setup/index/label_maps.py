@@ -20,6 +20,7 @@ from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.index.candidates import IMAGES, SURFACES_ENDING
 from data_setup.index.look import OK, Entry
 from data_setup.manifest import unknown_record
+from data_setup.protocols import Triple
 from data_setup.readers.dicom import FEWEST_PLAIN_LEVELS, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import moving_columns, ordered_images
@@ -182,9 +183,7 @@ def with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> E
     return replace(entry, label_surfaces=f"./{path}")  # ./ is the manifest's folder
 
 
-def layers_in(
-    url: str, kind: str, spacing_mm: tuple[float, float, float] | None, options: StorageOptions
-) -> Surfaces | None:
+def layers_in(url: str, kind: str, spacing_mm: Triple | None, options: StorageOptions) -> Surfaces | None:
     """The layers in a file of a kind, in the order of its frames; None without any. Raises OCTReadError,
     StorageError.
     """
@@ -197,9 +196,7 @@ def layers_in(
         return drawn
 
 
-def _directed(
-    drawn: Surfaces, file: IO[bytes], url: str, spacing_mm: tuple[float, float, float] | None
-) -> Surfaces:
+def _directed(drawn: Surfaces, file: IO[bytes], url: str, spacing_mm: Triple | None) -> Surfaces:
     """The same with its lines as the B-scans run; raises OCTReadError no_edge where these do not tell."""
     first = drawn.heights[0]
     chosen = np.unique(np.linspace(0, len(first) - 1, _LOOKED_AT).astype(int))

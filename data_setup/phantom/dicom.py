@@ -19,6 +19,7 @@ from pydicom.uid import (
 
 from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
 from data_setup.phantom.groups import FileSpec, frame_groups, shared_groups
+from data_setup.protocols import Shape
 
 SYNTAXES: dict[str, UID] = {
     "explicit": ExplicitVRLittleEndian,
@@ -58,7 +59,7 @@ WAVELENGTH_NM = {
 }
 
 
-def build_dataset(spec: FileSpec, shape: tuple[int, int, int]) -> FileDataset:
+def build_dataset(spec: FileSpec, shape: Shape) -> FileDataset:
     """The data set of a file without its pixels; `shape` is (frames, rows, columns)."""
     frames, rows, columns = shape
     device = spec.protocol.device

@@ -17,7 +17,7 @@ from data_setup.phantom.cohort import Factors, Participant, Scan
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
-from data_setup.protocols import DEVICES, Protocol
+from data_setup.protocols import DEVICES, Protocol, Shape, Triple
 
 # compression takes most of the time of a small file
 MIXED_WEIGHTS = {"explicit": 0.75, "j2k": 0.12, "rle": 0.05, "j2k_lossy": 0.08}
@@ -40,7 +40,7 @@ MANIFEST_COLUMNS = (
 )
 
 
-def small_geometry(protocol: Protocol) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
+def small_geometry(protocol: Protocol) -> tuple[Shape, Triple]:
     """Shape and spacing (D,H,W) of a protocol at size small: the same field in fewer, larger voxels."""
     frames, rows, columns = protocol.shape
     shape = (
@@ -51,13 +51,13 @@ def small_geometry(protocol: Protocol) -> tuple[tuple[int, int, int], tuple[floa
     return shape, rescaled(protocol, shape)
 
 
-def rescaled(protocol: Protocol, shape: tuple[int, int, int]) -> tuple[float, float, float]:
+def rescaled(protocol: Protocol, shape: Shape) -> Triple:
     """The spacing at which `shape` covers the protocol's field."""
     field = protocol.field_mm
     return (field[0] / (shape[0] - 1), field[1] / shape[1], field[2] / shape[2])
 
 
-def geometry(protocol: Protocol, size: str) -> tuple[tuple[int, int, int], tuple[float, float, float]]:
+def geometry(protocol: Protocol, size: str) -> tuple[Shape, Triple]:
     """Shape and spacing (D,H,W) of a protocol at size "small" or "full"."""
     return small_geometry(protocol) if size == "small" else (protocol.shape, protocol.spacing_mm)
 
@@ -69,12 +69,8 @@ def file_name(spec: FileSpec, naming: str, side: str | None = None) -> str:
 
 
 def scan_volume(
-    person: Participant,
-    scan: Scan,
-    seed: int,
-    size: str,
-    shape: tuple[int, int, int] | None = None,
-) -> tuple[Scan3D, tuple[float, float, float]]:
+    person: Participant, scan: Scan, seed: int, size: str, shape: Shape | None = None
+) -> tuple[Scan3D, Triple]:
     """Render one planned scan, frames in stored order; returns it with its true spacing."""
     default_shape, spacing = geometry(scan.protocol, size)
     if shape is not None:
@@ -92,7 +88,7 @@ def scan_volume(
 
 
 @lru_cache(maxsize=2)  # both eyes of a person
-def _eye(factors: Factors, identity: tuple[int, int, int]) -> Eye:
+def _eye(factors: Factors, identity: Shape) -> Eye:
     return make_eye(factors, np.random.default_rng([*identity, 1]))
 
 
@@ -118,7 +114,7 @@ def choose_syntax(transfer_syntax: str, person: Participant, scan: Scan, seed: i
 
 
 def make_spec(
-    person: Participant, scan: Scan, spacing_mm: tuple[float, float, float], seed: int, size: str, syntax: str
+    person: Participant, scan: Scan, spacing_mm: Triple, seed: int, size: str, syntax: str
 ) -> FileSpec:
     """The file identity of a scan: UIDs are functions of seed, size, person and scan."""
     key = (seed, size, person.person_id, scan.protocol.name, scan.laterality, scan.index)
@@ -161,7 +157,7 @@ def truth_arrays(volume: Scan3D, spec: FileSpec, person: Participant) -> dict[st
     }
 
 
-def manifest_row(spec: FileSpec, shape: tuple[int, int, int], filepath: str) -> dict[str, object]:
+def manifest_row(spec: FileSpec, shape: Shape, filepath: str) -> dict[str, object]:
     """The manifest.tsv row of a file."""
     frames, rows, columns = shape
     manufacturer, model = DEVICES[spec.protocol.device]
@@ -212,12 +208,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def write_person(
-    person: Participant,
-    out: Path,
-    seed: int,
-    size: str,
-    naming: str,
-    transfer_syntax: str,
+    person: Participant, out: Path, seed: int, size: str, naming: str, transfer_syntax: str
 ) -> list[dict[str, object]]:
     """Write a person's files and truth; returns the manifest rows."""
     rows = []

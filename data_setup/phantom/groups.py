@@ -12,7 +12,7 @@ from pydicom.sequence import Sequence
 from pydicom.uid import OphthalmicPhotography8BitImageStorage
 
 from data_setup.export.items import make_code, make_item
-from data_setup.protocols import Protocol
+from data_setup.protocols import Protocol, Triple
 
 ONH_CIRCLES_MM = (3.5, 4.1, 4.7)  # diameters of the last three frames of an optic nerve head scan
 ONH_RADIAL_SCALE = 0.5  # its radial lines span half of the posterior pole's width
@@ -53,7 +53,7 @@ class FileSpec:
     person_id: str
     protocol: Protocol
     laterality: str
-    spacing_mm: tuple[float, float, float]  # true (B-scan distance, axial, lateral)
+    spacing_mm: Triple  # true (B-scan distance, axial, lateral)
     sop_instance_uid: str
     reference_uid: str
     visit_date: str  # YYYY-MM-DD

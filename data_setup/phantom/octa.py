@@ -22,7 +22,7 @@ from data_setup.phantom.anatomy import SURFACES
 from data_setup.phantom.dicom import MODEL_TEXT
 from data_setup.phantom.files import write_file
 from data_setup.phantom.flow import SLABS, flow_of, slab_image
-from data_setup.protocols import device_of_path, protocol_of_path
+from data_setup.protocols import Triple, device_of_path, protocol_of_path
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
 from data_setup.readers.octa import ENFACE_CLASS, FLOW_CLASS
 from data_setup.tables.text import table_text
@@ -89,7 +89,7 @@ class File:
     path: str
     uid: str
     sop_class: str
-    spacing_mm: tuple[float, float, float]  # B-scan distance, axial, lateral
+    spacing_mm: Triple  # B-scan distance, axial, lateral
     type_text: str = ""
     bits: int = 8
 
@@ -106,9 +106,7 @@ class Flow:
 
 
 def write_heights(
-    out: Path,
-    rows: Sequence[dict[str, object]],
-    change: Callable[[int, Heights], None] | None = None,
+    out: Path, rows: Sequence[dict[str, object]], change: Callable[[int, Heights], None] | None = None
 ) -> None:
     """Write the height maps of the OCTA-type scans among manifest `rows`, as `change` makes them."""
     table: list[dict[str, object]] = []
@@ -122,10 +120,7 @@ def write_heights(
 
 
 def write_flow(
-    out: Path,
-    rows: Sequence[dict[str, object]],
-    seed: int,
-    change: Callable[[int, Flow], None] | None = None,
+    out: Path, rows: Sequence[dict[str, object]], seed: int, change: Callable[[int, Flow], None] | None = None
 ) -> None:
     """Write the flow of the OCTA-type scans of a known eye among manifest `rows`, as `change` makes it."""
     known = _known_rows(out)

@@ -9,16 +9,11 @@ from scipy.ndimage import gaussian_filter1d
 
 from data_setup.phantom.anatomy import Anatomy, Eye
 from data_setup.phantom.groups import ONH_CIRCLES_MM, ONH_RADIAL_SCALE
-from data_setup.protocols import Protocol
+from data_setup.protocols import Protocol, Shape, Triple
 
 
 def scan_positions(
-    protocol: Protocol,
-    shape: tuple[int, int, int],
-    spacing_mm: tuple[float, float, float],
-    laterality: str,
-    eye: Eye,
-    rng: np.random.Generator,
+    protocol: Protocol, shape: Shape, spacing_mm: Triple, laterality: str, eye: Eye, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fundus position (u, v) in mm of every A-scan [D,W], superior B-scan first; columns run as stored."""
     frames, _, columns = shape

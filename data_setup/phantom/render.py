@@ -17,7 +17,7 @@ from scipy.special import gammaincinv, ndtri
 
 from data_setup.phantom.anatomy import RPE_BAND_MM, Anatomy, Eye, sample
 from data_setup.phantom.placement import place, scan_positions
-from data_setup.protocols import Protocol
+from data_setup.protocols import Protocol, Shape, Triple
 
 LESIONS = ("none", "drusen", "intraretinal_fluid", "subretinal_fluid", "hyperreflective_focus")
 SLAB = 16  # frames rendered together; part of the random stream, so fixed
@@ -99,12 +99,7 @@ def _texture(shape: tuple[int, ...], sigma: tuple[float, ...], rng: np.random.Ge
 
 
 def render(
-    eye: Eye,
-    protocol: Protocol,
-    shape: tuple[int, int, int],
-    spacing_mm: tuple[float, float, float],
-    laterality: str,
-    seed: list[int],
+    eye: Eye, protocol: Protocol, shape: Shape, spacing_mm: Triple, laterality: str, seed: list[int]
 ) -> Scan3D:
     """Scan `eye`: voxels uint8 and truth, superior to inferior; a pure function of its arguments."""
     rng = np.random.default_rng(seed)
@@ -150,12 +145,7 @@ def render(
 
 
 def lesion_boxes(
-    eye: Eye,
-    anatomy: Anatomy,
-    surfaces: np.ndarray,
-    u: np.ndarray,
-    v: np.ndarray,
-    spacing_mm: tuple[float, float, float],
+    eye: Eye, anatomy: Anatomy, surfaces: np.ndarray, u: np.ndarray, v: np.ndarray, spacing_mm: Triple
 ) -> list[tuple[int, slice, slice, np.ndarray, int]]:
     """Cysts and foci as (frame, rows, columns, weight [h,w], kind): ellipsoids where the B-scans cut them."""
     boxes = []
@@ -197,11 +187,7 @@ class _Columns:
         self.values.ravel()[self.first[at] + row * self.values.shape[2]] += value
 
     def step(
-        self,
-        centre: np.ndarray,
-        height: np.ndarray | float,
-        soft: np.ndarray | float = 1.0,
-        at: _Place = ...,
+        self, centre: np.ndarray, height: np.ndarray | float, soft: np.ndarray | float = 1.0, at: _Place = ...
     ) -> None:
         """Add `height` below the row `centre`, over `soft` rows, in the columns `at`; before `sum`."""
         begin = np.floor(centre - np.float32(0.5) * soft).astype(np.intp) + 1
@@ -286,12 +272,7 @@ def _edges(s: np.ndarray, h_mm: float) -> list[tuple[np.ndarray, str]]:
 
 
 def _below_bruch(
-    out: np.ndarray,
-    s: np.ndarray,
-    disc: np.ndarray,
-    lumina: list[np.ndarray],
-    h_mm: float,
-    device: Device,
+    out: np.ndarray, s: np.ndarray, disc: np.ndarray, lumina: list[np.ndarray], h_mm: float, device: Device
 ) -> None:
     """Choroidal vessels below Bruch's membrane, then loss with path length; in the disc from the surface."""
     rows = out.shape[1]
@@ -332,9 +313,7 @@ def _mark_lesions(
         lesions[d[column], row, w[column]] = kind
 
 
-def display(
-    decibel: np.ndarray, device: Device, spacing_mm: tuple[float, float, float], rng: np.random.Generator
-) -> np.ndarray:
+def display(decibel: np.ndarray, device: Device, spacing_mm: Triple, rng: np.random.Generator) -> np.ndarray:
     """uint8 display values of a mean signal in dB: speckle, noise floor, logarithm, contrast."""
     level = np.exp(decibel * np.float32(np.log(10) / 10))
     level *= _speckle(decibel.shape, device, spacing_mm, rng)
@@ -347,10 +326,7 @@ def display(
 
 
 def _speckle(
-    shape: tuple[int, ...],
-    device: Device,
-    spacing_mm: tuple[float, float, float],
-    rng: np.random.Generator,
+    shape: tuple[int, ...], device: Device, spacing_mm: Triple, rng: np.random.Generator
 ) -> np.ndarray:
     """Speckle of mean 1, float32 [d,H,W]: the power of complex Gaussian fields, over the device's looks."""
     # one voxel of a coarse grid holds several speckles

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydicom.dataset import Dataset
 
-from data_setup.protocols import DEVICES, Protocol
+from data_setup.protocols import DEVICES, Protocol, Shape, Triple
 from data_setup.readers.faults import OCTReadError, RejectReason, known, number
 
 # Wide enough for phantoms of a few voxels over the whole field. 1 mm, the placeholder of careless writers, is
@@ -68,7 +68,7 @@ class Geometry:
     """What is known about a volume; `order` has the index in the file of each frame, None: as in the file."""
 
     order: tuple[int, ...] | None
-    spacing_mm: tuple[float, float, float]  # (D, H, W)
+    spacing_mm: Triple  # (D, H, W)
     spacing_source: str  # shared | per_frame | root | frame_positions | protocol | manifest
     flip_d: bool  # the frames in this order run inferior -> superior
     orientation_source: str  # reference_coordinates | assumed | unknown
@@ -135,11 +135,11 @@ def collect(ds: Dataset) -> RawGeometry:
 
 def check_geometry(
     raw: RawGeometry,
-    shape: tuple[int, int, int],
+    shape: Shape,
     device: str | None,
     protocol: Protocol | None,
     url: str,
-    listed: tuple[float, float, float] | None = None,
+    listed: Triple | None = None,
 ) -> Geometry:
     """The geometry of a volume of `shape` (frames, rows, columns); `listed`: the manifest's spacing, for what
     the file does not say.
@@ -313,8 +313,8 @@ def _spacing(
     device: str | None,
     protocol: Protocol | None,
     url: str,
-    listed: tuple[float, float, float] | None,
-) -> tuple[tuple[float, float, float], str]:
+    listed: Triple | None,
+) -> tuple[Triple, str]:
     """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
 
     `measured`, the distance between the positions, has to agree with a stated one. SliceThickness states it
@@ -375,7 +375,7 @@ def _stated(raw: RawGeometry, name: str, url: str) -> tuple[str, float] | None:
     return next(iter(complete), None)
 
 
-def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: str) -> None:
+def check_plausible(spacing_mm: Triple, source: str, url: str) -> None:
     """Raise implausible_spacing for a (B-scan distance, axial, lateral) in mm that no OCT volume has."""
     for (name, (low, high)), value in zip(PLAUSIBLE_MM.items(), spacing_mm, strict=True):
         if not low <= value <= high:
@@ -388,9 +388,7 @@ def check_plausible(spacing_mm: tuple[float, float, float], source: str, url: st
         raise OCTReadError(url, RejectReason.IMPLAUSIBLE_SPACING, expected, actual)
 
 
-def check_field(
-    shape: tuple[int, int, int], spacing_mm: tuple[float, float, float], source: str, url: str
-) -> None:
+def check_field(shape: Shape, spacing_mm: Triple, source: str, url: str) -> None:
     """Raise implausible_spacing for a (D, H, W) in voxels that is a larger field than any device scans."""
     for (name, most), count, mm in zip(MOST_MM.items(), shape, spacing_mm, strict=True):
         if count * mm > most:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from data_setup.protocols import Shape
 from data_setup.readers import nifti
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -38,7 +39,6 @@ from utils.config.schema import StorageOptions
 from utils.storage import ObjectStat, join, list_names, read_bytes
 from utils.workers import in_threads
 
-Shape = tuple[int, int, int]
 NUM_VALUES = 256
 _NIFTI = (".nii", ".nii.gz")
 _ONE_FILE = (".npz", ".dcm")

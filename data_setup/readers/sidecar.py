@@ -24,6 +24,7 @@ from PIL import Image
 from scipy.io.matlab import MatReadError
 from tifffile import TiffFileError
 
+from data_setup.protocols import Shape, Triple
 from data_setup.readers.dicom import OCTHeader, grey_frames
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.geometry import Geometry, check_plausible
@@ -40,7 +41,6 @@ _LIBRARY_ERRORS = (  # SyntaxError is what XML and PNG parsers raise
     *(SyntaxError, zlib.error, zipfile.BadZipFile, yaml.YAMLError, HeaderDataError, WrapStructError),
     *(MatReadError, TiffFileError, Image.DecompressionBombError, Image.DecompressionBombWarning),
 )
-Triple = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sidecar:
     files: str | None = None  # folder: pattern of the B-scan images, "oct_*.png"
     array: str | None = None  # MATLAB, NumPy: the name of the volume's array
     columns: tuple[float, float] | None = None  # folder: share of an image's width that is the B-scan
-    shape: tuple[int, int, int] | None = None  # (D, H, W) of raw voxels
+    shape: Shape | None = None  # (D, H, W) of raw voxels
     listed_spacing_mm: Triple | None = None  # the manifest's, no key: where neither YAML nor file has one
 
 
@@ -208,7 +208,7 @@ def check_length(length: int, url: str, stored: int | None = None) -> None:
 def make_header(
     url: str,
     kind: str,
-    shape: tuple[int, int, int],
+    shape: Shape,
     dtype: np.dtype,
     spacing: tuple[Iterable[float] | None, str] | Geometry,
     sidecar: Sidecar,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from data_setup.protocols import Shape, Triple
 from data_setup.tables.text import SIDES
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -24,8 +25,6 @@ MARKS = {
     "r": "the set's own README or paper",
     "n/v": "not verified: look before you rely on it",
 }
-Shape = tuple[int, int, int]
-Triple = tuple[float, float, float]
 
 
 @dataclass(frozen=True)

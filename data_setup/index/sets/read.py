@@ -10,6 +10,7 @@ import numpy as np
 import tifffile
 
 from data_setup.index.sets.facts import Tree
+from data_setup.protocols import Shape
 from data_setup.readers import arrays
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
@@ -84,9 +85,7 @@ def scalars(tree: Tree, path: str, required: Sequence[str], optional: Sequence[s
     return values
 
 
-def matlab_surfaces(
-    tree: Tree, path: str, name: str, axes: tuple[int, int, int], count: int, shape: tuple[int, int, int]
-) -> np.ndarray:
+def matlab_surfaces(tree: Tree, path: str, name: str, axes: Shape, count: int, shape: Shape) -> np.ndarray:
     """float32 [S, D, W], rows from 0, of an array of a .mat, for `count` surfaces of a scan of `shape`.
 
     `axes`: the places of S, D and W in the file. Raises OCTReadError, StorageError.

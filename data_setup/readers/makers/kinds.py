@@ -7,6 +7,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from data_setup.protocols import Shape
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.makers import e2e, topcon, vol
 from data_setup.readers.makers.library import Surfaces
@@ -18,9 +19,7 @@ LAYERED = (VOL, E2E, FDA)
 HEADED = (E2E, VOL, FDA, FDS)  # the file says the eye and the person
 
 
-def read(
-    kind: str, file: IO[bytes], url: str, sidecar: Sidecar, listed: tuple[int, int, int] | None
-) -> Iterator[Any]:
+def read(kind: str, file: IO[bytes], url: str, sidecar: Sidecar, listed: Shape | None) -> Iterator[Any]:
     """The header, then uint8 frames [H, W] in order; `listed`: the manifest's shape. Raises OCTReadError."""
     if kind == VOL:
         return vol.read(file, url, sidecar)
@@ -54,9 +53,7 @@ def split_part(url: str) -> tuple[str, str | None]:
     return (match[1], match[2]) if match else (url, None)
 
 
-def _read_img(
-    file: IO[bytes], url: str, sidecar: Sidecar, listed: tuple[int, int, int] | None
-) -> Iterator[Any]:
+def _read_img(file: IO[bytes], url: str, sidecar: Sidecar, listed: Shape | None) -> Iterator[Any]:
     """A Zeiss IMG (the Cirrus Research Browser's raw export): voxels of 8 bits without a header.
 
     Its shape is the manifest's, `listed`, or `shape` of a YAML, and has to fit the bytes. Voxels run

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from pylibjpeg import decode
 
-from data_setup.protocols import DEVICES
+from data_setup.protocols import DEVICES, Shape
 from data_setup.readers.faults import OCTReadError, RejectReason, number
 from data_setup.readers.makers.library import Surfaces, text_of
 from data_setup.readers.sidecar import MAX_VOLUME_BYTES, Sidecar, checked_frames, make_header, reading
@@ -45,7 +45,7 @@ _Chunks = dict[bytes, tuple[int, int]]  # name -> first byte, length
 class _Voxels:
     """Where the B-scans are."""
 
-    shape: tuple[int, int, int]
+    shape: Shape
     start: int  # byte of the first B-scan
     end: int
     is_jpeg: bool
@@ -187,9 +187,7 @@ def _voxels(file: IO[bytes], chunks: _Chunks, url: str) -> _Voxels:
     return voxels
 
 
-def _spacing(
-    file: IO[bytes], chunks: _Chunks, shape: tuple[int, int, int], url: str
-) -> tuple[list[float] | None, str]:
+def _spacing(file: IO[bytes], chunks: _Chunks, shape: Shape, url: str) -> tuple[list[float] | None, str]:
     """(spacing of D, H, W in mm, its chunk), or None and the reason."""
     name = next((n for n in _FIELDS if n in chunks), None)
     if name is None:

@@ -16,17 +16,8 @@ from scipy.spatial import cKDTree
 from data_setup.phantom.cohort import Factors
 
 SURFACES = (
-    "ILM",
-    "RNFL_GCL",
-    "GCL_IPL",
-    "IPL_INL",
-    "INL_OPL",
-    "OPL_ONL",
-    "ELM",
-    "EZ",
-    "RPE",
-    "BM",
-    "CSI",
+    *("ILM", "RNFL_GCL", "GCL_IPL", "IPL_INL", "INL_OPL", "OPL_ONL"),
+    *("ELM", "EZ", "RPE", "BM", "CSI"),
 )
 LAYERS = ("RNFL", "GCL", "IPL", "INL", "OPL", "ONL", "MYOID", "OS", "RPE", "CHOROID")  # between the surfaces
 RPE_BAND_MM = 0.020
@@ -67,36 +58,17 @@ def make_eye(factors: Factors, rng: np.random.Generator) -> Eye:
 
     num = rng.poisson(factors.drusen_rate)
     drusen = np.column_stack([scatter(num, 1.2), rng.uniform(0.05, 0.16, num), rng.gamma(4, 0.010, num)])
-    num = rng.poisson(factors.cyst_rate)
-    cysts = np.column_stack(
-        [
-            scatter(num, 1.0),
-            rng.uniform(0.14, 0.34, num),
-            rng.uniform(0.030, 0.065, num),
-            rng.choice([3.5, 4.6, 5.3], num),
-        ]
-    )
+    num, uniform = rng.poisson(factors.cyst_rate), rng.uniform
+    size = [scatter(num, 1.0), uniform(0.14, 0.34, num), uniform(0.030, 0.065, num)]
+    cysts = np.column_stack([*size, rng.choice([3.5, 4.6, 5.3], num)])
     num = rng.poisson(factors.foci_rate)
-    foci = np.column_stack(
-        [
-            scatter(num, 1.5),
-            rng.uniform(0.05, 0.10, num),
-            rng.uniform(0.012, 0.024, num),
-            rng.uniform(3.2, 5.6, num),
-        ]
-    )
+    size = [scatter(num, 1.5), uniform(0.05, 0.10, num), uniform(0.012, 0.024, num)]
+    foci = np.column_stack([*size, uniform(3.2, 5.6, num)])
     num = int(rng.random() < factors.srf_probability)
     srf = np.column_stack([scatter(num, 0.4), rng.uniform(0.4, 0.8, num), rng.uniform(0.06, 0.16, num)])
     waves = (len(LAYERS), 3)
-    ripples = np.stack(
-        [
-            rng.normal(0, 0.9, waves),
-            rng.normal(0, 0.9, waves),
-            rng.uniform(0, 2 * np.pi, waves),
-            rng.normal(0, 0.018, waves),
-        ],
-        axis=-1,
-    )
+    numbers = [rng.normal(0, 0.9, waves), rng.normal(0, 0.9, waves), uniform(0, 2 * np.pi, waves)]
+    ripples = np.stack([*numbers, rng.normal(0, 0.018, waves)], axis=-1)
     hyaloid = float(rng.uniform(0.08, 0.5)) if rng.random() < 0.45 else 0.0
     return Eye(factors, drusen, cysts, foci, srf, grow_vessels(factors, rng), ripples, hyaloid)
 
@@ -153,7 +125,10 @@ def layer_thickness(eye: Eye, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray,
     r = np.hypot(u, v)
     du, dv = u - f.disc_u_mm, v - f.disc_v_mm
     from_disc = np.hypot(du, dv)
-    pit = 1 - np.exp(-((r / f.pit_width_mm) ** 2))
+
+    def pit_of(width: float) -> np.ndarray:
+        return np.asarray(1 - np.exp(-((r / (width * f.pit_width_mm)) ** 2)))
+
     angle = np.abs(np.arctan2(dv, -du))  # 0 towards the fovea, pi nasal
     bend = np.clip(from_disc - 1, 0, 6) * 0.10  # bundles arch back towards the raphe
     bundle = np.exp(-(((angle + bend - 1.35) / 0.55) ** 2))
@@ -162,17 +137,9 @@ def layer_thickness(eye: Eye, u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray,
     thickness = np.stack(
         [
             f.rnfl * rnfl + 0.002,
-            f.gcl_ipl * 0.052 * pit * (0.22 + 0.78 * np.exp(-((r / 2.3) ** 2))) + 0.001,
-            f.gcl_ipl
-            * 0.042
-            * (1 - np.exp(-((r / (0.9 * f.pit_width_mm)) ** 2)))
-            * (0.5 + 0.5 * np.exp(-((r / 2.5) ** 2)))
-            + 0.001,
-            f.inl
-            * 0.040
-            * (1 - np.exp(-((r / (0.8 * f.pit_width_mm)) ** 2)))
-            * (0.75 + 0.25 * np.exp(-((r / 2.5) ** 2)))
-            + 0.001,
+            f.gcl_ipl * 0.052 * pit_of(1) * (0.22 + 0.78 * np.exp(-((r / 2.3) ** 2))) + 0.001,
+            f.gcl_ipl * 0.042 * pit_of(0.9) * (0.5 + 0.5 * np.exp(-((r / 2.5) ** 2))) + 0.001,
+            f.inl * 0.040 * pit_of(0.8) * (0.75 + 0.25 * np.exp(-((r / 2.5) ** 2))) + 0.001,
             0.028 * (1 - 0.7 * np.exp(-((r / 0.4) ** 2))),
             f.onl * (0.058 + 0.050 * np.exp(-((r / 0.8) ** 2))),
             0.026 + 0.006 * np.exp(-((r / 0.4) ** 2)),

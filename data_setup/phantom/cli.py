@@ -37,6 +37,8 @@ from utils.terminal import track
 from utils.workers import follow_parent
 
 FORMAT_VERSION = 1
+_KINDS = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct", "retinal_octa")
+_KINDS += ("retinal_photography", "wearable_activity_monitor", "wearable_blood_glucose")
 PARTICIPANT_COLUMNS = {
     "person_id": "Identifier of the participant",
     "clinical_site": "Site of the study visit",
@@ -44,15 +46,7 @@ PARTICIPANT_COLUMNS = {
     "age": "Age in years at the study visit",
     "study_visit_date": "Date of the study visit",
     "recommended_split": "Recommended data split by participant: train, val or test",
-    "cardiac_ecg": "Data of this kind present",
-    "clinical_data": "Data of this kind present",
-    "environment": "Data of this kind present",
-    "retinal_flio": "Data of this kind present",
-    "retinal_oct": "Data of this kind present",
-    "retinal_octa": "Data of this kind present",
-    "retinal_photography": "Data of this kind present",
-    "wearable_activity_monitor": "Data of this kind present",
-    "wearable_blood_glucose": "Data of this kind present",
+    **dict.fromkeys(_KINDS, "Data of this kind present"),
 }
 
 

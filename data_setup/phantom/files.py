@@ -22,21 +22,9 @@ from data_setup.protocols import DEVICES, Protocol, Shape, Triple
 # compression takes most of the time of a small file
 MIXED_WEIGHTS = {"explicit": 0.75, "j2k": 0.12, "rle": 0.05, "j2k_lossy": 0.08}
 MANIFEST_COLUMNS = (
-    "person_id",
-    "manufacturer",
-    "manufacturers_model_name",
-    "anatomic_region",
-    "imaging",
-    "laterality",
-    "height",
-    "width",
-    "number_of_frames",
-    "pixel_spacing",
-    "slice_thickness",
-    "sop_instance_uid",
-    "filepath",
-    "reference_instance_uid",
-    "reference_filepath",
+    *("person_id", "manufacturer", "manufacturers_model_name", "anatomic_region", "imaging", "laterality"),
+    *("height", "width", "number_of_frames", "pixel_spacing", "slice_thickness", "sop_instance_uid"),
+    *("filepath", "reference_instance_uid", "reference_filepath"),
 )
 
 
@@ -94,15 +82,8 @@ def _eye(factors: Factors, identity: Shape) -> Eye:
 
 def flip(volume: Scan3D) -> Scan3D:
     """The same scan with its B-scans in reverse order."""
-    return Scan3D(
-        voxels=volume.voxels[::-1],
-        surfaces=volume.surfaces[:, ::-1],
-        lesions=volume.lesions[::-1],
-        vessels=volume.vessels[::-1],
-        disc=volume.disc[::-1],
-        u_mm=volume.u_mm[::-1],
-        v_mm=volume.v_mm[::-1],
-    )
+    turned = {name: values[::-1] for name, values in vars(volume).items() if name != "surfaces"}
+    return Scan3D(surfaces=volume.surfaces[:, ::-1], **turned)
 
 
 def choose_syntax(transfer_syntax: str, person: Participant, scan: Scan, seed: int) -> str:

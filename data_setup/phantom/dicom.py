@@ -5,6 +5,8 @@ AI-READI format notes: empty ones where the Spectralis converter writes them, th
 for Topcon; the functional groups are in groups.py.
 """
 
+from typing import Any
+
 import numpy as np
 from pydicom.dataset import FileDataset
 from pydicom.sequence import Sequence
@@ -18,7 +20,7 @@ from pydicom.uid import (
 )
 
 from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
-from data_setup.phantom.groups import FileSpec, frame_groups, shared_groups
+from data_setup.phantom.groups import FileSpec, frame_groups, one, shared_groups
 from data_setup.protocols import Shape
 
 SYNTAXES: dict[str, UID] = {
@@ -28,7 +30,21 @@ SYNTAXES: dict[str, UID] = {
     "j2k_lossy": JPEG2000,
 }
 LOSSY_RATIO = 8.0
+_SCANNER = ("392012008", "SCT", "Optical Coherence Tomography Scanner")
 # attributes that have one value in every file
+# fmt: off
+_CONSTANT: dict[str, Any] = {
+    "SpecificCharacterSet": "ISO_IR 192", "Modality": "OPT", "PatientSex": "M", "SoftwareVersions": "0.0.0",
+    "DeviceSerialNumber": "00000", "SynchronizationTrigger": "NO TRIGGER", "AcquisitionTimeSynchronized": "N",
+    "DetectorType": "CCD", "AcquisitionDuration": 2.0, "PupilDilated": "YES", "HorizontalFieldOfView": 30.0,
+    "InConcatenationNumber": 1, "InConcatenationTotalNumber": 1, "ConcatenationFrameOffsetNumber": 0,
+    "MaximumDepthDistortion": 0.5, "MaximumAlongScanDistortion": 0.5, "MaximumAcrossScanDistortion": 0.5,
+    "AlongScanSpatialResolution": 14.0, "AcrossScanSpatialResolution": 14.0,
+    "IlluminationPower": 1200.0, "IlluminationBandwidth": 50.0,
+    "SamplesPerPixel": 1, "PixelRepresentation": 0, "PhotometricInterpretation": "MONOCHROME2", "BitsAllocated": 8, "BitsStored": 8, "HighBit": 7,
+    "BurnedInAnnotation": "NO", "LossyImageCompression": "00", "PresentationLUTShape": "IDENTITY",
+}
+# fmt: on
 _DATES = ("StudyDate", "ContentDate")
 _TIMES = ("StudyTime", "ContentTime")
 _EMPTY: tuple[str, ...] = ("AccessionNumber", "ReferringPhysicianName", "PatientName", "PatientBirthDate")
@@ -72,64 +88,33 @@ def build_dataset(spec: FileSpec, shape: Shape) -> FileDataset:
     anatomy = make_code(*(("81016008", "SCT", "Optic nerve head") if onh else ("5665001", "SCT", "Retina")))
     manufacturer, model = MODEL_TEXT[device]
     root = {
+        **_CONSTANT,
         **dict.fromkeys(_DATES, day),
         **dict.fromkeys(_TIMES, "101112"),
         **dict.fromkeys(_EMPTY, ""),
         **dict.fromkeys(_ABSENT, None),
         **dict.fromkeys(_FIRST, "1"),
         **dict.fromkeys(_NONE, Sequence()),
-        "SpecificCharacterSet": "ISO_IR 192",
         "ImageType": ["DERIVED" if device == "zeiss_cirrus" else "ORIGINAL", "PRIMARY"],
         "SOPClassUID": OphthalmicTomographyImageStorage,
         "SOPInstanceUID": spec.sop_instance_uid,
         "AcquisitionDateTime": moment,
-        "Modality": "OPT",
         "Manufacturer": manufacturer,
         "ManufacturerModelName": model,
         "PatientID": spec.person_id,
-        "PatientSex": "M",
-        "DeviceSerialNumber": "00000",
-        "SoftwareVersions": "0.0.0",
         "ProtocolName": "Macular Cube" if device == "zeiss_cirrus" else spec.protocol.protocol_name,
-        "SynchronizationTrigger": "NO TRIGGER",
-        "AcquisitionTimeSynchronized": "N",
-        "DetectorType": "CCD",
-        "AcquisitionDuration": 2.0,
         "StudyInstanceUID": make_uid("study", spec.person_id, day),
         "SeriesInstanceUID": make_uid("series", spec.sop_instance_uid),
         "FrameOfReferenceUID": make_uid("frame", spec.sop_instance_uid),
         "ImageLaterality": spec.laterality,
         "SynchronizationFrameOfReferenceUID": make_uid("clock", spec.sop_instance_uid),
-        "InConcatenationNumber": 1,
-        "InConcatenationTotalNumber": 1,
-        "ConcatenationFrameOffsetNumber": 0,
-        "HorizontalFieldOfView": 30.0,
-        "PupilDilated": "YES",
         "DepthSpatialResolution": 7.0 if device == "heidelberg_spectralis" else 6.0,
-        "MaximumDepthDistortion": 0.5,
-        "MaximumAlongScanDistortion": 0.5,
-        "MaximumAcrossScanDistortion": 0.5,
         "IlluminationWaveLength": WAVELENGTH_NM[device],
-        "IlluminationPower": 1200.0,
-        "IlluminationBandwidth": 50.0,
         "AnatomicRegionSequence": anatomy,
-        "AcquisitionDeviceTypeCodeSequence": make_code(
-            "392012008", "SCT", "Optical Coherence Tomography Scanner"
-        ),
-        "SamplesPerPixel": 1,
-        "PhotometricInterpretation": "MONOCHROME2",
+        "AcquisitionDeviceTypeCodeSequence": make_code(*_SCANNER),
         "NumberOfFrames": frames,
         "Rows": rows,
         "Columns": columns,
-        "BitsAllocated": 8,
-        "BitsStored": 8,
-        "HighBit": 7,
-        "PixelRepresentation": 0,
-        "BurnedInAnnotation": "NO",
-        "LossyImageCompression": "00",
-        "PresentationLUTShape": "IDENTITY",
-        "AlongScanSpatialResolution": 14.0,
-        "AcrossScanSpatialResolution": 14.0,
     }
     if device == "heidelberg_spectralis" and "20x20" not in spec.protocol.name:
         # the converter writes every attribute of its list, empty where the export has none
@@ -145,17 +130,10 @@ def build_dataset(spec: FileSpec, shape: Shape) -> FileDataset:
     if "20x20" in spec.protocol.name:
         ds.Laterality = spec.laterality
     organization = make_uid("dimension", spec.sop_instance_uid)
-    ds.DimensionOrganizationSequence = Sequence([make_item(DimensionOrganizationUID=organization)])
-    ds.DimensionIndexSequence = Sequence(
-        [
-            make_item(
-                DimensionOrganizationUID=organization,
-                DimensionIndexPointer=tag,
-                FunctionalGroupPointer=0x00209111,
-            )
-            for tag in (0x00209056, 0x00209057)
-        ]
-    )
+    ds.DimensionOrganizationSequence = one(DimensionOrganizationUID=organization)
+    of_index = {"DimensionOrganizationUID": organization, "FunctionalGroupPointer": 0x00209111}
+    pointers = (0x00209056, 0x00209057)
+    ds.DimensionIndexSequence = Sequence(make_item(DimensionIndexPointer=tag, **of_index) for tag in pointers)
     ds.SharedFunctionalGroupsSequence = Sequence([shared_groups(spec, anatomy)])
     ds.PerFrameFunctionalGroupsSequence = frame_groups(spec, frames, columns, moment)
     return ds

@@ -66,6 +66,11 @@ def written_spacing(spec: FileSpec) -> tuple[str, str, str]:
     return (lateral if spec.protocol.device == "zeiss_cirrus" else thickness), axial, lateral
 
 
+def one(**attributes: object) -> Sequence:
+    """A sequence of one item."""
+    return Sequence([make_item(**attributes)])
+
+
 def _reference(spec: FileSpec) -> dict[str, object]:
     return {
         "ReferencedSOPClassUID": OphthalmicPhotography8BitImageStorage,
@@ -77,20 +82,14 @@ def _reference(spec: FileSpec) -> dict[str, object]:
 def shared_groups(spec: FileSpec, anatomy: Sequence) -> Dataset:
     """The shared functional groups; without spacing and orientation for the optic nerve head scan."""
     groups = make_item(
-        FrameAnatomySequence=Sequence(
-            [make_item(AnatomicRegionSequence=anatomy, FrameLaterality=spec.laterality)]
-        ),
-        ReferencedImageSequence=Sequence([make_item(**_reference(spec))]),
+        FrameAnatomySequence=one(AnatomicRegionSequence=anatomy, FrameLaterality=spec.laterality),
+        ReferencedImageSequence=one(**_reference(spec)),
         DerivationImageSequence=Sequence(),
     )
     if spec.protocol.is_volume:
         thickness, axial, lateral = written_spacing(spec)
-        groups.PlaneOrientationSequence = Sequence(
-            [make_item(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"])]
-        )
-        groups.PixelMeasuresSequence = Sequence(
-            [make_item(SliceThickness=thickness, PixelSpacing=[axial, lateral])]
-        )
+        groups.PlaneOrientationSequence = one(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"])
+        groups.PixelMeasuresSequence = one(SliceThickness=thickness, PixelSpacing=[axial, lateral])
     return groups
 
 
@@ -103,42 +102,33 @@ def frame_groups(spec: FileSpec, frames: int, columns: int, moment: str) -> Sequ
     items = []
     for stored in range(frames):
         anatomical = frames - 1 - stored if style.inferior_first else stored
-        groups = make_item(
-            FrameContentSequence=Sequence(
-                [
-                    make_item(
-                        FrameAcquisitionDateTime=moment,
-                        FrameReferenceDateTime=moment,
-                        FrameAcquisitionDuration=40.0,
-                        StackID="1",
-                        InStackPositionNumber=stored + 1,
-                        DimensionIndexValues=[1, stored + 1],
-                    )
-                ]
-            )
+        content = one(
+            FrameAcquisitionDateTime=moment,
+            FrameReferenceDateTime=moment,
+            FrameAcquisitionDuration=40.0,
+            StackID="1",
+            InStackPositionNumber=stored + 1,
+            DimensionIndexValues=[1, stored + 1],
         )
+        groups = make_item(FrameContentSequence=content)
         if not spec.protocol.is_volume:
             circle = stored - (frames - len(ONH_CIRCLES_MM))  # negative: a radial line
             width = lateral * ONH_RADIAL_SCALE if circle < 0 else math.pi * ONH_CIRCLES_MM[circle] / columns
             texts = [f"{axial:.10g}", f"{width:.10g}"]
-            groups.PixelMeasuresSequence = Sequence([make_item(PixelSpacing=texts)])
+            groups.PixelMeasuresSequence = one(PixelSpacing=texts)
             groups.PlanePositionSequence = Sequence([Dataset()])
             groups.PlaneOrientationSequence = Sequence([Dataset()])
         if style.image_position == "written":
             y = f"{anatomical * distance:.10g}"
-            groups.PlanePositionSequence = Sequence([make_item(ImagePositionPatient=["0", y, "0"])])
+            groups.PlanePositionSequence = one(ImagePositionPatient=["0", y, "0"])
         elif style.image_position == "empty":
-            groups.PlanePositionSequence = Sequence([make_item(ImagePositionPatient=None)])
+            groups.PlanePositionSequence = one(ImagePositionPatient=None)
         if style.reference_coordinates:
             row = LOCALIZER_SIZE / 2 + (anatomical - (frames - 1) / 2) * distance * pixels_per_mm
-            groups.OphthalmicFrameLocationSequence = Sequence(
-                [
-                    make_item(
-                        **reference,
-                        ReferenceCoordinates=[row, 0.0, row, float(LOCALIZER_SIZE)],
-                        OphthalmicImageOrientation="LINEAR",
-                    )
-                ]
+            groups.OphthalmicFrameLocationSequence = one(
+                **reference,
+                ReferenceCoordinates=[row, 0.0, row, float(LOCALIZER_SIZE)],
+                OphthalmicImageOrientation="LINEAR",
             )
         items.append(groups)
     return Sequence(items)

@@ -22,6 +22,7 @@ from data_setup.phantom.anatomy import SURFACES
 from data_setup.phantom.dicom import MODEL_TEXT
 from data_setup.phantom.files import write_file
 from data_setup.phantom.flow import SLABS, flow_of, slab_image
+from data_setup.phantom.groups import one
 from data_setup.protocols import Triple, device_of_path, protocol_of_path
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
 from data_setup.readers.octa import ENFACE_CLASS, FLOW_CLASS
@@ -253,8 +254,8 @@ def _height_map(plan: Heights) -> FileDataset:
             make_item(SegmentNumber=number, SegmentLabel=label, SegmentAlgorithmType="AUTOMATIC")
             for number, label in enumerate(plan.labels, start=1)
         ),
-        SharedFunctionalGroupsSequence=Items(
-            [make_item(ReferencedImageSequence=references, DerivationImageSequence=Items())]
+        SharedFunctionalGroupsSequence=one(
+            ReferencedImageSequence=references, DerivationImageSequence=Items()
         ),
         FloatPixelData=heights.tobytes(),
     )
@@ -268,11 +269,9 @@ def _flow_file(file: File, plan: Flow) -> FileDataset:
     d_mm, h_mm, w_mm = (f"{mm:.10g}" for mm in file.spacing_mm)
     if is_cube:
         shared = make_item(
-            PixelMeasuresSequence=Items([make_item(SliceThickness=d_mm, PixelSpacing=[h_mm, w_mm])]),
-            DerivationImageSequence=Items([make_item(SourceImageSequence=sources)]),
-            PlaneOrientationSequence=Items(
-                [make_item(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"])]
-            ),
+            PixelMeasuresSequence=one(SliceThickness=d_mm, PixelSpacing=[h_mm, w_mm]),
+            DerivationImageSequence=one(SourceImageSequence=sources),
+            PlaneOrientationSequence=one(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"]),
         )
         places = [make_item(StackID="1", InStackPositionNumber=n + 1) for n in range(len(file.pixels))]
         own: dict[str, Any] = {

@@ -279,10 +279,7 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
     header = OCTHeader(
         url=url,
         shape=shape,
-        spacing_mm=measured.spacing_mm,
-        spacing_source=measured.spacing_source,
-        flip_d=measured.flip_d,
-        orientation_source=measured.orientation_source,
+        **vars(measured),
         device=stated_device or device,
         protocol=named.name if named else None,
         laterality=laterality,
@@ -292,7 +289,6 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
         inverted=layout.photometric == "MONOCHROME1",
         rescale=rescale,
         padding=(min(padding), max(padding)) if padding and ds.get(_PADDING[0]) is not None else None,
-        order=measured.order,
     )
     return header, layout
 

@@ -35,13 +35,14 @@ _SCANNER = ("392012008", "SCT", "Optical Coherence Tomography Scanner")
 # fmt: off
 _CONSTANT: dict[str, Any] = {
     "SpecificCharacterSet": "ISO_IR 192", "Modality": "OPT", "PatientSex": "M", "SoftwareVersions": "0.0.0",
-    "DeviceSerialNumber": "00000", "SynchronizationTrigger": "NO TRIGGER", "AcquisitionTimeSynchronized": "N",
-    "DetectorType": "CCD", "AcquisitionDuration": 2.0, "PupilDilated": "YES", "HorizontalFieldOfView": 30.0,
+    "DeviceSerialNumber": "00000", "SynchronizationTrigger": "NO TRIGGER", "DetectorType": "CCD",
+    "AcquisitionTimeSynchronized": "N", "AcquisitionDuration": 2.0, "PupilDilated": "YES",
     "InConcatenationNumber": 1, "InConcatenationTotalNumber": 1, "ConcatenationFrameOffsetNumber": 0,
     "MaximumDepthDistortion": 0.5, "MaximumAlongScanDistortion": 0.5, "MaximumAcrossScanDistortion": 0.5,
-    "AlongScanSpatialResolution": 14.0, "AcrossScanSpatialResolution": 14.0,
-    "IlluminationPower": 1200.0, "IlluminationBandwidth": 50.0,
-    "SamplesPerPixel": 1, "PixelRepresentation": 0, "PhotometricInterpretation": "MONOCHROME2", "BitsAllocated": 8, "BitsStored": 8, "HighBit": 7,
+    "AlongScanSpatialResolution": 14.0, "AcrossScanSpatialResolution": 14.0, "HorizontalFieldOfView": 30.0,
+    "IlluminationPower": 1200.0, "IlluminationBandwidth": 50.0, "PixelRepresentation": 0,
+    "SamplesPerPixel": 1, "PhotometricInterpretation": "MONOCHROME2",
+    "BitsAllocated": 8, "BitsStored": 8, "HighBit": 7,
     "BurnedInAnnotation": "NO", "LossyImageCompression": "00", "PresentationLUTShape": "IDENTITY",
 }
 # fmt: on

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from data_setup.readers import heidelberg
+from data_setup.readers.dicom import PEEK_BYTES
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import count_pages, differing_numbers, is_image
 from data_setup.readers.makers import e2e, kinds
-from data_setup.readers.open_record import PEEK_BYTES, kind_by_name
+from data_setup.readers.open_record import kind_by_name
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from utils.config.schema import StorageOptions
 from utils.storage import join

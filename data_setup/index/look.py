@@ -8,18 +8,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import pydicom
-
 from data_setup.index.candidates import Candidate
 from data_setup.index.people import digest_of, matched_person, person_of_path, side_of_path
 from data_setup.manifest import Record, unknown_record
 from data_setup.protocols import BY_NAME
 from data_setup.readers import heidelberg
-from data_setup.readers.dicom import OCTHeader
+from data_setup.readers.dicom import PEEK_BYTES, OCTHeader, peek_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.makers import kinds
 from data_setup.readers.octa import OctaHeader, read_octa_header
-from data_setup.readers.open_record import PEEK_BYTES, peek_record
+from data_setup.readers.open_record import peek_record
 from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
 from data_setup.tables.text import fact_of, person_id_of, twin_ids
@@ -180,11 +178,10 @@ def _described(entry: Entry, header: OCTHeader) -> Entry:
 
 def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: StorageOptions) -> Entry:
     """With the person, and the maker's words where the table of protocols does not know the device."""
+    ds = peek_dataset(url, size, _TAGS, options)
     with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
-        file = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
-        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
         text = {tag: str(ds.get(tag) or "").strip() for tag in _TAGS}
-        words = {tag: fact_of(value) or "" for tag, value in text.items()}  # a table has no device `none`
+    words = {tag: fact_of(value) or "" for tag, value in text.items()}  # a table has no device `none`
     if entry.device == UNKNOWN:
         device = _name(f"{words['Manufacturer']} {words['ManufacturerModelName']}")
         entry = replace(entry, device=device or UNKNOWN)

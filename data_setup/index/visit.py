@@ -9,15 +9,12 @@ import re
 import struct
 from datetime import date, timedelta
 
-import pydicom
-
+from data_setup.readers.dicom import peek_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.makers import kinds
-from data_setup.readers.open_record import PEEK_BYTES, kind_by_name
-from data_setup.readers.pixels import BoundedFile
+from data_setup.readers.open_record import kind_by_name
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.storage.ranges import RangeFile
 
 _TAGS = ["AcquisitionDateTime", "AcquisitionDate", "ContentDate", "StudyDate"]
 _DAY = rb"\s*<Year>\s*(\d+)\s*</Year>\s*<Month>\s*(\d+)\s*</Month>\s*<Day>\s*(\d+)\s*</Day>"
@@ -43,10 +40,8 @@ def visit_date_of(url: str, options: StorageOptions) -> str:
 
 
 def _of_dicom(url: str, options: StorageOptions) -> str:
-    size = storage.stat(url, options).size
+    ds = peek_dataset(url, storage.stat(url, options).size, _TAGS, options)
     with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
-        file = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
-        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=_TAGS)
         texts = [str(ds.get(tag) or "").strip() for tag in _TAGS]
     dates = (re.match(r"(\d{4})(\d\d)(\d\d)", text) for text in texts)
     return next((text for date in dates if date and (text := _written(*map(int, date.groups())))), "")

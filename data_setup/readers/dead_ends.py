@@ -8,15 +8,13 @@ reports and photographs; and of any kind a pointer of git-lfs in place of the fi
 
 from contextlib import suppress
 
-import pydicom
 from pydicom.config import IGNORE
 from pydicom.uid import UID
 
+from data_setup.readers.dicom import peek_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
-from data_setup.readers.pixels import BoundedFile
 from utils.config.schema import StorageOptions
 from utils.storage import StorageNotFoundError, join, list_names, read_range, stat
-from utils.storage.ranges import RangeFile
 
 _LOOKED_AT = 2**22  # bytes: header and first frames
 _JP2 = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
@@ -72,9 +70,8 @@ def explained(error: OCTReadError, options: StorageOptions | None, is_dicom: boo
         return OCTReadError(url, RejectReason.SCRAMBLED_PIXELS, expected, actual)
     if error.reason != RejectReason.NOT_OPT:
         return error
+    ds = peek_dataset(url, stat(url, options).size, ["SOPClassUID"], options)
     with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
-        file = BoundedFile(RangeFile(url, stat(url, options).size, options, 2**16))
-        ds = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["SOPClassUID"])
         sop_class = str(ds.get("SOPClassUID") or "")
     if sop_class == _RAW or (sop_class and UID(sop_class, IGNORE).is_private):
         expected = (

@@ -34,7 +34,9 @@ from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, i
 from data_setup.tables.text import SIDES
 from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
+from utils.storage.ranges import RangeFile
 
+PEEK_BYTES = 2**16  # of one request; the header of some hundred frames
 _MAX_RESCALE = 2**16  # no grey scale needs more
 _ROUNDING = 1e-4  # of the range of values
 FEWEST_LEVELS = 64  # 12 bits in 16 leave 17, 13 leave 33
@@ -233,6 +235,13 @@ def read_dataset(file: BoundedFile, tags: list[str], url: str) -> Dataset:
         if not ds.file_meta.get("TransferSyntaxUID"):
             raise OCTReadError(url, RejectReason.NOT_DICOM, "a TransferSyntaxUID", "none")
         return ds
+
+
+def peek_dataset(url: str, size: int, tags: list[str], options: StorageOptions) -> Dataset:
+    """The attributes in `tags`, from the first bytes of a file; raises OCTReadError, StorageError."""
+    with named_faults(url, RejectReason.NOT_DICOM, "a whole DICOM header"):
+        file = BoundedFile(RangeFile(url, size, options, PEEK_BYTES))
+        return pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
 
 
 def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> tuple[OCTHeader, PixelLayout]:

@@ -50,13 +50,13 @@ class Measures:
 class RawGeometry:
     """The file's values about geometry, unchecked; a tuple has an item for every frame, or none."""
 
-    shared: Measures
     per_frame: tuple[Measures, ...]
-    root: Measures
     positions: tuple[tuple[float, ...] | None, ...]  # ImagePositionPatient
-    orientations: tuple[tuple[float, ...] | None, ...]  # ImageOrientationPatient
     references: tuple[tuple[float, ...] | None, ...]  # ReferenceCoordinates: (row, column) of start .. end
-    shapes: frozenset[str]  # OphthalmicImageOrientation values
+    shared: Measures = Measures()
+    root: Measures = Measures()
+    orientations: tuple[tuple[float, ...] | None, ...] = ()  # ImageOrientationPatient
+    shapes: frozenset[str] = frozenset()  # OphthalmicImageOrientation values
     stacks: frozenset[str] = frozenset()  # StackID values
     numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber, else DimensionIndexValues
     reference_unit: str = "pixels"  # | mm

@@ -253,12 +253,8 @@ def geometry_of_lines(lines: Sequence[tuple[_Point, _Point]], measures: Sequence
     Positions are the centres of the lines, references their (row, column).
     """
     return RawGeometry(
-        shared=Measures(),
         per_frame=tuple(measures),
-        root=Measures(),
         positions=tuple(((start[0] + end[0]) / 2, (start[1] + end[1]) / 2, 0.0) for start, end in lines),
-        orientations=(),
         references=tuple((start[1], start[0], end[1], end[0]) for start, end in lines),
-        shapes=frozenset(),
         reference_unit="mm",
     )

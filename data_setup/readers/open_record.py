@@ -22,7 +22,7 @@ from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME, DEVICES
 from data_setup.readers import arrays, dicom, heidelberg, images, nifti
 from data_setup.readers.dead_ends import explained
-from data_setup.readers.dicom import OCTHeader, open_file
+from data_setup.readers.dicom import PEEK_BYTES, OCTHeader, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.geometry import check_field
 from data_setup.readers.makers import kinds
@@ -67,7 +67,6 @@ _SORTED = ("DICOM", "Heidelberg XML", kinds.VOL)  # kinds that say where each B-
 _TURNED = ("NIfTI", "MATLAB", "NumPy", "MetaImage")  # kinds that say which way an axis of their array runs
 _HEAD_BYTES = 1024
 _SPACING = 0.01  # relative: the manifest's and the file's
-PEEK_BYTES = 2**16  # of one request; the header of some hundred frames
 
 
 def open_record(

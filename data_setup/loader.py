@@ -322,9 +322,8 @@ class StoredSamples(Dataset[Sample]):
 def evaluation_batches(
     cfg: Config, store: PreparedStore, rows: np.ndarray, batch_size: int
 ) -> Iterator[Batch]:
-    """Rows in the given order, not augmented, without target: context is every token, valid or not.
-
-    The last batch is smaller when batch_size does not divide the rows; `position` repeats `row`.
+    """Rows in the given order, not augmented, without target: context is every token, valid or not. The last
+    batch is smaller when batch_size does not divide the rows; `position` repeats `row`.
     """
     # No mask is drawn: what a volume's features are must not depend on who computes them.
     everything = torch.arange(math.prod(cfg.grid))
@@ -388,9 +387,8 @@ def watched_workers(timeout_s: float) -> Iterator[None]:
 
 
 def next_or_stop(batches: Iterator[_T], runtime: Runtime, timeout_s: float) -> _T | None:
-    """This process's micro-batches of the next step; None where SIGTERM reached any of the processes.
-
-    Raises LoaderError where the loader fails or gives none for about `timeout_s`.
+    """This process's micro-batches of the next step; None where SIGTERM reached any of the processes. Raises
+    LoaderError where the loader fails or gives none for about `timeout_s`.
     """
     # All agree after the fetch, so that a signal in it ends them before the same step, and none waits for
     # another in a sum.

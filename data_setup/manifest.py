@@ -178,9 +178,8 @@ def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptio
 
 
 def load_labels(cfg: Config) -> dict[str, str]:
-    """{person_id: label} of task.*; with task.unit=eye {person_id + _L or _R: label}; raises UserError.
-
-    Units whose label is empty are left out, and so is everybody where `read_participants` needs no table.
+    """{person_id: label} of task.*; with task.unit=eye {person_id + _L or _R: label}; raises UserError. Units
+    whose label is empty are left out, and so is everybody where `read_participants` needs no table.
     """
     url, column = cfg.task.labels_path or cfg.data.participants_path, cfg.task.label_column
     required = () if cfg.task.labels_path is None and column in _OPTIONAL_COLUMNS else (column,)
@@ -211,9 +210,8 @@ def unit_of(cfg: Config, person_id: str, eye: str) -> str:
 
 
 def records_of_table(url: str, root: str, options: StorageOptions) -> list[Record]:
-    """Every row of a manifest that names a file below `root`, used or not, without its participant.
-
-    Raises UserError, StorageError.
+    """Every row of a manifest that names a file below `root`, used or not, without its participant. Raises
+    UserError, StorageError.
     """
     rows, unused, _ = _manifest_rows(url, options)
     return [replace(row, url=join(root, row.path)) for row in [*rows, *unused]]
@@ -288,9 +286,8 @@ FILTERED = {  # data.* filter -> record field and store column
 
 
 def wanted_values(cfg: Config, named: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, set[str]]]:
-    """{data.* filter: (record field, wanted values)} of the filters that are set; raises ConfigError.
-
-    A wanted name is one that the cohort has (`named`: field -> names), or a known one of protocols.py.
+    """{data.* filter: (record field, wanted values)} of the filters that are set; raises ConfigError. A
+    wanted name is one that the cohort has (`named`: field -> names), or a known one of protocols.py.
     """
     volumes = [p for p in PROTOCOLS if p.is_volume]
     usual = {

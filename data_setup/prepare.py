@@ -146,9 +146,8 @@ def select(
 
 
 def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster: str | None = None) -> None:
-    """Run the jobs and count their outcomes; stop when more than `limit` rows are rejected.
-
-    Not before LOOKED_AT of them: a small set is looked at to its end, so that all its rejects are known.
+    """Run the jobs and count their outcomes; stop when more than `limit` rows are rejected. Not before
+    LOOKED_AT of them: a small set is looked at to its end, so that all its rejects are known.
     """
     # Each outcome is written before it arrives here, so a kill between two of them loses none.
     outcomes = run_jobs(jobs, workers, cluster=cluster)

@@ -68,9 +68,8 @@ def field_to_grid(
 
 
 def lay_on_grid(values_SDW: np.ndarray, record: pd.Series, geometry: Mapping[str, Any]) -> np.ndarray:
-    """Rows of the acquired scan [S, Dm, Wm] -> voxels of its stored volume, float32 [S, D, W].
-
-    The map's B-scans come in the store's order. NaN outside the field.
+    """Rows of the acquired scan [S, Dm, Wm] -> voxels of its stored volume, float32 [S, D, W]. The map's
+    B-scans come in the store's order. NaN outside the field.
     """
     size = geometry["image_size"]
     rows = _mean_of_valid(values_SDW, field_to_grid(values_SDW.shape[1:], record, geometry))
@@ -117,9 +116,8 @@ def means_on_scan(
 
 
 def lay_on_scan(values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Mapping[str, Any]) -> np.ndarray:
-    """Voxels of a stored volume [S, D, W] -> rows of its acquired scan, float32 [S, B-scans, A-scans].
-
-    The way back of lay_on_grid, in the order of means_on_scan.
+    """Voxels of a stored volume [S, D, W] -> rows of its acquired scan, float32 [S, B-scans, A-scans]. The
+    way back of lay_on_grid, in the order of means_on_scan.
     """
     means, height = means_on_scan(values_SDW, record, geometry), geometry["image_size"][1]
     mm = (means + 0.5 - height / 2) * float(record["spacing_after_h"])

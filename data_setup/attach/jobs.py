@@ -158,9 +158,8 @@ def write(job: Job) -> None:
 
 
 def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, list[str]]:
-    """Do the jobs of a kind whose rows are not done; (its table, what storage could not do, as texts).
-
-    Then those again whose direction the scan does not decide, where the clear ones of the protocol turn them.
+    """Do the jobs of a kind whose rows are not done; (its table, what storage could not do, as texts). Then
+    those again whose direction the scan does not decide, where the clear ones of the protocol turn them.
     """
     kind, store, rows = jobs[0].KIND, jobs[0].store, [job.row for job in jobs]
     writer = SideWriter(kind, store.url, store.options)

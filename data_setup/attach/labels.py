@@ -74,9 +74,8 @@ class LabelJob(Job):
         return {"source_size": source.size, "source_version": source.etag_or_mtime}
 
     def in_frame_order(self, values: np.ndarray, axis: int) -> np.ndarray:
-        """Labels along B-scans in the order of the scan's file, sorted as its reader sorts the frames.
-
-        Raises OCTReadError, StorageError.
+        """Labels along B-scans in the order of the scan's file, sorted as its reader sorts the frames. Raises
+        OCTReadError, StorageError.
         """
         stored = self.record  # as prepared: a manifest may name what the header does not
         scan = replace(
@@ -254,7 +253,6 @@ def prepare_labels(cfg: Config, workers: int) -> int:
 
 def _empty(store: PreparedStore, columns: list[str]) -> list[str]:
     """Empty the store's tables of these kinds of labels, which no line names any more; what was, in words.
-
     Height maps of a device stay.
     """
     lines: list[str] = []

@@ -77,9 +77,8 @@ class SideWriter:
         return _open_array(self.url, one, self.options, read_only=False)
 
     def write_row(self, row: int, values: Sequence[np.ndarray] | None, fields: Mapping[str, Any]) -> None:
-        """Write a chunk of each array (None: a file that is not used), then the row's JSON.
-
-        What is shorter than its chunk is filled.
+        """Write a chunk of each array (None: a file that is not used), then the row's JSON. What is shorter
+        than its chunk is filled.
         """
         own = dict(fields)
         if values is not None:
@@ -107,9 +106,8 @@ class SideWriter:
         return write_table(storage.join(self.url, f"{self.kind.name}.parquet"), index, self.options)
 
     def empty(self) -> list[str]:
-        """Empty the table where no line of a manifest names a file any more; what was done, in words.
-
-        The arrays stay, so that files that come back are not read again.
+        """Empty the table where no line of a manifest names a file any more; what was done, in words. The
+        arrays stay, so that files that come back are not read again.
         """
         if not (self.is_there() and self.rows.read()):
             return []

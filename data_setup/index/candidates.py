@@ -124,9 +124,8 @@ def _claimed_folders(root: str, files: Mapping[str, Candidate], options: Storage
 
 
 def pattern_of(names: Sequence[str]) -> str:
-    """`files` of a folder: empty where all images are one set, or where several sets are numbered.
-
-    A set are the names that differ in one number; `oct_1.png ... oct_49.png, slo.png` give oct_*.png.
+    """`files` of a folder: empty where all images are one set, or where several sets are numbered. A set are
+    the names that differ in one number; `oct_1.png ... oct_49.png, slo.png` give oct_*.png.
     """
     sets = defaultdict(list)
     for name in names:

@@ -86,9 +86,8 @@ class Entry:
 
 
 def look(candidate: Candidate, root: str, rules: Rules, options: StorageOptions) -> Entry:
-    """The row of a candidate; a fault of the file or of storage becomes its status.
-
-    Raises UserError where the path of a volume has no person by --person.
+    """The row of a candidate; a fault of the file or of storage becomes its status. Raises UserError where
+    the path of a volume has no person by --person.
     """
     entry = _look(candidate, root, rules, options)
     if candidate.files and entry.status == RejectReason.NOT_A_VOLUME:  # other images among the B-scans
@@ -203,7 +202,6 @@ def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:
 
 def with_ids_of_folders(entries: Sequence[Entry]) -> list[Entry]:
     """Entries without an id get that of the headers below the same name in the path, where these have one.
-
     Each id is then the one that `prepare` reads in the table.
     """
     ids: dict[tuple[str, str], set[str]] = {}

@@ -31,9 +31,8 @@ COLUMNS = (
 def write_octa(
     out: str, entries: Sequence[Entry], octa: Sequence[Entry], options: StorageOptions
 ) -> list[str]:
-    """Write octa.tsv below `out`; returns lines that say what is in it. Raises StorageError.
-
-    Without a file of OCTA nothing is written: a table that is there may be somebody's own, and is named.
+    """Write octa.tsv below `out`; returns lines that say what is in it. Raises StorageError. Without a file
+    of OCTA nothing is written: a table that is there may be somebody's own, and is named.
     """
     if not octa:
         if not exists(join(out, NAME), options):

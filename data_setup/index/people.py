@@ -157,9 +157,8 @@ def is_nobody(person: str) -> bool:
 
 
 def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int]]:
-    """(--person, its number of people) of how the paths were read, and of the best other way, if any.
-
-    The first is empty where no pattern says it.
+    """(--person, its number of people) of how the paths were read, and of the best other way, if any. The
+    first is empty where no pattern says it.
     """
     depth = max(path.count("/") for path in paths)
     levels = [(f"^{'[^/]+/' * k}([^/]+{'/[^/]+' * more})(?:/|$)", k) for k in range(depth) for more in (0, 1)]

@@ -194,9 +194,8 @@ def _shape_of(row: Row) -> tuple[int | None, ...]:
 
 
 def _scan_key(row: Row, known: Collection[tuple[object, ...]] = ()) -> tuple[object, ...]:
-    """What tells a scan from others wherever its file is; empty where nothing does.
-
-    A spacing that somebody filled in is in no file: without it where `known` keys lack it.
+    """What tells a scan from others wherever its file is; empty where nothing does. A spacing that somebody
+    filled in is in no file: without it where `known` keys lack it.
     """
     if uid := fact_of(row.get("sop_instance_uid")):
         return (uid,)

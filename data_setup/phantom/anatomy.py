@@ -87,7 +87,6 @@ def _curve(controls: np.ndarray, radius: float, rng: np.random.Generator) -> np.
 
 def grow_vessels(factors: Factors, rng: np.random.Generator) -> np.ndarray:
     """The retinal vessels as points (u, v, radius) mm: arcades and nasal trunks from the disc, with branches.
-
     Nothing comes nearer to the foveal centre than 0.45 mm (the avascular zone and its capillary rim).
     """
     disc = np.array([factors.disc_u_mm, factors.disc_v_mm])

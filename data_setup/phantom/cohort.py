@@ -156,9 +156,8 @@ def scans_of_every_device() -> tuple[Scan, ...]:
 
 
 def make_participants(num: int, seed: int, every_device: bool = False) -> list[Participant]:
-    """`num` participants in the order of their ids. ValueError when `num` is outside 1..2700.
-
-    `every_device`: scans_of_every_device in place of a plan of 2-4 scans; the people are the same.
+    """`num` participants in the order of their ids. ValueError when `num` is outside 1..2700. `every_device`:
+    scans_of_every_device in place of a plan of 2-4 scans; the people are the same.
     """
     if not 1 <= num <= MAX_PARTICIPANTS:
         raise ValueError(f"participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {num}")

@@ -69,9 +69,8 @@ def flow_of(
 
 
 def slab_image(cube_DHW: np.ndarray, truth: Mapping[str, np.ndarray], slab: str) -> np.ndarray:
-    """The mean flow between a slab's borders, brightened, uint8 [D, W].
-
-    A row that a border cuts counts by the square of its share: a slab thinner than a row is no darker.
+    """The mean flow between a slab's borders, brightened, uint8 [D, W]. A row that a border cuts counts by
+    the square of its share: a slab thinner than a row is no darker.
     """
     h_mm = float(truth["spacing_mm"][1])
     upper, lower = (truth["surfaces"][number] + mm / h_mm for number, mm in SLABS[slab])

@@ -32,9 +32,8 @@ def is_complete(data: bytes) -> bool:
 
 
 def check_codestream(data: bytes, syntax: uid.UID, size: tuple[int, int, int], where: str, url: str) -> bytes:
-    """One frame's codestream without padding and without its JP2 wrapper, whose boxes are not checked.
-
-    Raises OCTReadError when it is cut, not of `size` (rows, columns, samples), or too much work for it.
+    """One frame's codestream without padding and without its JP2 wrapper, whose boxes are not checked. Raises
+    OCTReadError when it is cut, not of `size` (rows, columns, samples), or too much work for it.
     """
     is_j2k = syntax in uid.JPEG2000TransferSyntaxes
     if syntax == uid.RLELossless:

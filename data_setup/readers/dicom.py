@@ -134,7 +134,6 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
 
 def read_header(file: BoundedFile, url: str, record: Record | None = None) -> OCTHeader:
     """The header of an open file, without a pixel; faults of single compressed frames need `open_volume`.
-
     Raises OCTReadError.
     """
     header, layout = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
@@ -204,7 +203,6 @@ def _is_padding(frame: np.ndarray, padding: tuple[float, float]) -> np.ndarray:
 
 def to_uint8(frame: np.ndarray, header: OCTHeader) -> np.ndarray:
     """Stored values to uint8: rescale slope and intercept, then 0..2^bits_stored - 1 linearly to 0..255.
-
     Values that the header calls padding are 0, as voxels outside the field are.
     """
     stored = frame
@@ -347,9 +345,8 @@ def _slope_of(item: Dataset | None) -> tuple[float, float] | None:
 
 
 def laterality_of(ds: Dataset, url: str) -> str | None:
-    """L or R as the header says it, else as the name of the file ends; None where neither does.
-
-    Raises OCTReadError header_mismatch for a header that names both.
+    """L or R as the header says it, else as the name of the file ends; None where neither does. Raises
+    OCTReadError header_mismatch for a header that names both.
     """
     stated = {
         SIDES.get(str(ds.get(name)).strip().lower()): name for name in ("ImageLaterality", "Laterality")

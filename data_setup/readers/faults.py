@@ -119,9 +119,8 @@ def number(value: float, limit: float = 0xFFFF) -> str:
 
 @contextmanager
 def named_faults(url: str, reason: RejectReason, expected: str) -> Iterator[None]:
-    """Turn a library's error about this file's bytes into an OCTReadError with this reason.
-
-    The library's warnings are ignored: the callers check the values that matter.
+    """Turn a library's error about this file's bytes into an OCTReadError with this reason. The library's
+    warnings are ignored: the callers check the values that matter.
     """
     try:
         with warnings.catch_warnings():

@@ -248,9 +248,8 @@ def _by_number(export: Export, names: Sequence[str]) -> list[list[str]]:
 
 
 def geometry_of_lines(lines: Sequence[tuple[_Point, _Point]], measures: Sequence[Measures]) -> RawGeometry:
-    """The (start, end) of each B-scan, (x, y) in mm on the localizer, as in a DICOM file.
-
-    Positions are the centres of the lines, references their (row, column).
+    """The (start, end) of each B-scan, (x, y) in mm on the localizer, as in a DICOM file. Positions are the
+    centres of the lines, references their (row, column).
     """
     return RawGeometry(
         per_frame=tuple(measures),

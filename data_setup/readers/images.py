@@ -108,9 +108,8 @@ def is_image(name: str) -> bool:
 
 
 def differing_numbers(names: Sequence[str]) -> list[int] | None:
-    """The number of each name, at the one place where they differ; None where they differ elsewhere too.
-
-    What is in brackets is left out: Heidelberg writes the name of its file there.
+    """The number of each name, at the one place where they differ; None where they differ elsewhere too. What
+    is in brackets is left out: Heidelberg writes the name of its file there.
     """
     parts = [re.split(r"(\d+)", re.sub(r"\[[^\]]*\]", "", name)) for name in names]
     texts = {(*part[:-1:2], part[-1].lower()) for part in parts}  # the ending in any case

@@ -63,7 +63,6 @@ def read_label_volume(
     volume_yaml: str | None = None,
 ) -> LabelVolume:
     """The classes of a scan of `shape`; `scan`: URL and path of its file, whose YAML names axes too.
-
     `volume_yaml`: the scan's cell of the manifest, beneath the files. Raises OCTReadError, StorageError.
     """
     name, flip_d = url.lower(), None
@@ -83,9 +82,8 @@ def read_label_volume(
 def read_label_surfaces(
     url: str, shape: Shape, options: StorageOptions | None = None, scan_uid: str | None = None
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(float32 [S, D, W] in rows of the image, names) of a scan of `shape`; `scan_uid`: of a DICOM scan.
-
-    A surface without a single height is left out. Raises OCTReadError, StorageError.
+    """(float32 [S, D, W] in rows of the image, names) of a scan of `shape`; `scan_uid`: of a DICOM scan. A
+    surface without a single height is left out. Raises OCTReadError, StorageError.
     """
     if url.lower().endswith(".dcm"):
         stated = read_stated_heights(url, options)
@@ -118,9 +116,8 @@ def _yaml_urls(url: str, path: str, scan: tuple[str, str]) -> list[str]:
 def label_stat(
     url: str, path: str, scan: tuple[str, str], options: StorageOptions | None = None, facts: str = ""
 ) -> ObjectStat:
-    """Size and version of the file, or of all images together; raises StorageError, OCTReadError.
-
-    Of NIfTI with the YAML that may say its axes, and `facts` on which its direction depends.
+    """Size and version of the file, or of all images together; raises StorageError, OCTReadError. Of NIfTI
+    with the YAML that may say its axes, and `facts` on which its direction depends.
     """
     if url.lower().endswith(_ONE_FILE):
         return storage.stat(url, options)

@@ -85,7 +85,6 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
 
 def read_array(file: IO[bytes], url: str, sidecar: Sidecar) -> tuple[np.ndarray, bool | None]:
     """(stored values [D, H, W] in file order with the header's scale, whether D runs upwards; None: unknown).
-
     What `read` makes of the axes, of values that are no grey levels. Raises OCTReadError.
     """
     layout = _read_layout(file, url, sidecar)
@@ -98,7 +97,6 @@ def read_array(file: IO[bytes], url: str, sidecar: Sidecar) -> tuple[np.ndarray,
 
 def image_like(values_DHW: np.ndarray, file: IO[bytes], url: str, sidecar: Sidecar) -> nib.Nifti1Image:
     """uint8 values in the order of `read`, as an image with the array order and affine of the scan in `file`.
-
     Raises OCTReadError, also where the values have another shape than the scan.
     """
     layout = _read_layout(file, url, sidecar)

@@ -31,9 +31,8 @@ _UNDEFINED = 0xFFFFFFFF
 
 
 class BoundedFile:
-    """A binary file whose reads stop at its end, so a wrong length allocates nothing.
-
-    A read without a size raises UnboundedReadError: pydicom does that only to inflate a whole file.
+    """A binary file whose reads stop at its end, so a wrong length allocates nothing. A read without a size
+    raises UnboundedReadError: pydicom does that only to inflate a whole file.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -161,9 +160,8 @@ def iter_pixels(
 
 
 def check_element(file: BoundedFile, layout: PixelLayout, url: str) -> None:
-    """Raise what iter_pixels would raise before it reads a pixel; compressed frames are not walked.
-
-    Moves the file from the pixel data element to its value.
+    """Raise what iter_pixels would raise before it reads a pixel; compressed frames are not walked. Moves the
+    file from the pixel data element to its value.
     """
     _decoder(layout.transfer_syntax, url)
     _, length = _element_header(file, layout.transfer_syntax, url)

@@ -282,7 +282,6 @@ def array_frames(
     load: Callable[[], np.ndarray],
 ) -> Iterator[Any]:
     """The header of an array whose axes the YAML names, then its frames; `what`: the axes, for a message.
-
     `stored`: shape and type of what `load` gives, `spacing`: of its axes. Raises OCTReadError.
     """
     order, steps = array_axes(sidecar, what, url)

@@ -174,9 +174,8 @@ def summarise(
 
 
 def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, str]) -> list[str]:
-    """What is said of scans that are in the store twice, by their paths and `lines` of the manifest.
-
-    `uids`: path -> SOPInstanceUID in the manifest. A run's report names no path: this is no part of it.
+    """What is said of scans that are in the store twice, by their paths and `lines` of the manifest. `uids`:
+    path -> SOPInstanceUID in the manifest. A run's report names no path: this is no part of it.
     """
     copies = index[index.status == DUPLICATE].head(AUDIT_NAMES)
     texts = [f"{path}: {text}" for path, text in zip(copies.path, copies.message, strict=True)]

@@ -204,7 +204,6 @@ class StoreWriter:
 
 def _settle_repeats(table: list[dict[str, Any]]) -> None:
     """Of kept rows with one SOPInstanceUID those of the same voxels count once; other voxels are other scans.
-
     The UID then identifies no volume, as after an anonymiser that gave it to all, so that it is left out.
     """
     groups: dict[str, list[dict[str, Any]]] = {}

@@ -83,9 +83,8 @@ def fact_of(value: str | None) -> str | None:
 
 
 def person_id_of(value: str | None, known: Collection[str] = ()) -> str | None:
-    """The id in a cell; None of an empty one alone, since a folder or a header may say `None` or `nan`.
-
-    An integer column with a gap is written as 1001.0: that is 1001, unless an id `known` as 1001.0 is meant.
+    """The id in a cell; None of an empty one alone, since a folder or a header may say `None` or `nan`. An
+    integer column with a gap is written as 1001.0: that is 1001, unless an id `known` as 1001.0 is meant.
     """
     text = (value or "").strip()
     whole = text.removesuffix(".0")
@@ -121,9 +120,8 @@ def integer_of(value: str | None) -> int | None:
 
 
 def path_of(value: str | None) -> str | None:
-    """A path relative to the root, without a slash at its start; None in an empty cell.
-
-    Blanks at its ends and names such as `none` are the file's: so the index writes what prepare finds.
+    """A path relative to the root, without a slash at its start; None in an empty cell. Blanks at its ends
+    and names such as `none` are the file's: so the index writes what prepare finds.
     """
     text = (value or "").strip("/").removeprefix("dataset/")
     return text if text.strip() and ".." not in text.split("/") else None
@@ -137,9 +135,8 @@ def clean_path(value: str | None) -> str | None:
 def read_cells(
     url: str, options: StorageOptions, id_columns: Sequence[str] = ()
 ) -> tuple[list[str], dict[int, list[str]]]:
-    """(header, {line number: cells}) of a table, see `read_table`; raises UserError, StorageError.
-
-    Lines above the header with nothing after their first cell are its title.
+    """(header, {line number: cells}) of a table, see `read_table`; raises UserError, StorageError. Lines
+    above the header with nothing after their first cell are its title.
     """
     ending = url.lower().rpartition(".")[2]
     readers = {"parquet": _parquet_cells, "xlsx": _excel_cells, "xls": _excel_cells}

@@ -44,9 +44,8 @@ def plug_of(name: str) -> Plug:
 
 
 def entries_of(plug: Plug, tree: Tree, out: str) -> list[Entry]:
-    """The volumes of a set by path, their labels written below `out`.
-
-    Prints the expected tree and raises UserError for a wrong folder; raises StorageError.
+    """The volumes of a set by path, their labels written below `out`. Prints the expected tree and raises
+    UserError for a wrong folder; raises StorageError.
     """
     scans = sorted(plug.find(tree), key=lambda scan: scan.path)
     entries = in_threads(lambda scan: _look(tree, scan), scans)

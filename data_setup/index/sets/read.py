@@ -87,7 +87,6 @@ def scalars(tree: Tree, path: str, required: Sequence[str], optional: Sequence[s
 
 def matlab_surfaces(tree: Tree, path: str, name: str, axes: Shape, count: int, shape: Shape) -> np.ndarray:
     """float32 [S, D, W], rows from 0, of an array of a .mat, for `count` surfaces of a scan of `shape`.
-
     `axes`: the places of S, D and W in the file. Raises OCTReadError, StorageError.
     """
     values = array(tree, path, name).transpose(axes)

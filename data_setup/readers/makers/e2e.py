@@ -67,9 +67,8 @@ def patient_id(file: IO[bytes], url: str, part: str | None) -> str:
 
 
 def surfaces(file: IO[bytes], url: str, part: str | None) -> Surfaces | None:
-    """The boundaries that HEYEX drew, in the order of the frames, by eyepy's names; None without one.
-
-    Raises OCTReadError.
+    """The boundaries that HEYEX drew, in the order of the frames, by eyepy's names; None without one. Raises
+    OCTReadError.
     """
     series = _chosen(_series(file, url), part, url)
     slices = [series.slices[key] for key in sorted(series.slices)]

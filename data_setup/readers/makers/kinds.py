@@ -38,9 +38,8 @@ def patient_id(kind: str, file: IO[bytes], url: str) -> str:
 
 
 def surfaces(kind: str, file: IO[bytes], url: str) -> Surfaces | None:
-    """The layers of a LAYERED kind, in the order of the file; None without any. Raises OCTReadError.
-
-    An FDA does not say to which end of the B-scans its first line belongs: index/label_maps.py looks.
+    """The layers of a LAYERED kind, in the order of the file; None without any. Raises OCTReadError. An FDA
+    does not say to which end of the B-scans its first line belongs: index/label_maps.py looks.
     """
     if kind == E2E:
         return e2e.surfaces(file, url, split_part(url)[1])

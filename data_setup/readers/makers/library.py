@@ -23,9 +23,8 @@ PATTERNS = {1: "a single line", 2: "a circle", 5: "a star of radial lines"}  # o
 
 @dataclass(frozen=True)
 class Surfaces:
-    """Layers of a file that a manifest names (`label_surfaces`): float32 [S, D, W] and S names.
-
-    Rows of the image, 0 = the centre of the top row, NaN where nothing was drawn.
+    """Layers of a file that a manifest names (`label_surfaces`): float32 [S, D, W] and S names. Rows of the
+    image, 0 = the centre of the top row, NaN where nothing was drawn.
     """
 
     heights: np.ndarray

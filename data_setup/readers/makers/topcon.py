@@ -67,7 +67,6 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any
 
 def stored_frames(file: IO[bytes], url: str, wanted: Container[int] | None = None) -> Iterator[np.ndarray]:
     """The values as stored, [H, W] in file order: uint8 of an FDA, uint16 of an FDS; raises OCTReadError.
-
     `wanted`: numbers of the B-scans to decode, from 0; None: all.
     """
     with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
@@ -95,9 +94,8 @@ def surfaces(file: IO[bytes], url: str) -> Surfaces | None:
 
 
 def contours(file: IO[bytes], url: str, height: int) -> dict[str, np.ndarray]:
-    """{name: float32 [B-scans, A-scans]} of an FDA, rows of images of `height` from the top, 0 the first.
-
-    NaN where the file has no row of the image. Raises OCTReadError, struct.error.
+    """{name: float32 [B-scans, A-scans]} of an FDA, rows of images of `height` from the top, 0 the first. NaN
+    where the file has no row of the image. Raises OCTReadError, struct.error.
     """
     result: dict[str, np.ndarray] = {}
     head = struct.calcsize(_CONTOUR)

@@ -167,10 +167,8 @@ def _set(plug: Plug, rows: Sequence[Entry]) -> list[str]:
     ]
     if any("study_group" in entry.facts for entry in rows):
         lines.append(f"classes     {_words(e.facts.get('study_group') or 'no class' for e in rows)}")
-    facts = {"layout": plug.layout, "orientation": plug.orientation, "labels": plug.labels}
-    if any(entry.spacing_source == "set" for entry in rows):
-        facts["spacing"] = plug.spacing
-    if doubtful := [name for name, fact in facts.items() if fact.mark == "n/v"]:
+    used = ["layout", "orientation", "labels"] + ["spacing"] * any(e.spacing_source == "set" for e in rows)
+    if doubtful := [name for name in used if plug.facts[name].mark == "n/v"]:
         lines.append(f"not verified, look before you rely on it: {', '.join(doubtful)} (--sets {plug.name})")
     return lines
 

@@ -25,6 +25,7 @@ MARKS = {
     "r": "the set's own README or paper",
     "n/v": "not verified: look before you rely on it",
 }
+FACTS = ("content", "licence", "access", "citation", "layout", "spacing", "orientation", "labels", "splits")
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,7 @@ class Plug:
 
     name: str
     title: str
-    content: Fact
-    licence: Fact
-    access: Fact
-    citation: Fact
-    layout: Fact  # a drawing of the tree
-    spacing: Fact
-    orientation: Fact
-    labels: Fact
-    splits: Fact
+    facts: Mapping[str, Fact]  # of FACTS; layout: a drawing of the tree
     tasks: tuple[Task, ...]
     row: Mapping[str, Any]  # how a volume is found, and its cells: the other keys of the catalogue
     classes: Mapping[str, str] = field(default_factory=dict)  # the set's word -> study_group
@@ -130,13 +123,12 @@ class Plug:
     def of(cls, name: str, section: Mapping[str, Any], **code: Any) -> Plug:
         """The plug of a section of the catalogue; `code`: its callables, by field."""
         own = {f.name: section[f.name] for f in fields(cls) if f.name in section}
-        for key in (f.name for f in fields(cls) if f.type == "Fact"):
-            text, _, mark = section[key].rpartition(" ")
-            own[key] = Fact(text, mark.strip("[]"))
+        facts = {key: section[key].rpartition(" ") for key in FACTS}
+        own["facts"] = {key: Fact(text, mark.strip("[]")) for key, (text, _, mark) in facts.items()}
         tasks = (words.split() for words in section["tasks"])
         own["tasks"] = tuple(Task(config, tuple(changes)) for config, *changes in tasks)
         own["surfaces"] = tuple(section.get("surfaces", ()))
-        row = {key: value for key, value in section.items() if key not in own}
+        row = {key: value for key, value in section.items() if key not in (*own, *FACTS)}
         return cls(name=name, row=row, **(own | code))
 
     def find(self, tree: Tree) -> list[Scan]:

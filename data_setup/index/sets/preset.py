@@ -50,7 +50,7 @@ def entries_of(plug: Plug, tree: Tree, out: str) -> list[Entry]:
     scans = sorted(plug.find(tree), key=lambda scan: scan.path)
     entries = in_threads(lambda scan: _look(tree, scan), scans)
     if not any(entry.is_row for entry in entries):
-        print(f"expected, {plug.title} [{plug.layout.mark}]:\n{plug.layout.text}")
+        print(f"expected, {plug.title} [{plug.facts['layout'].mark}]:\n{plug.facts['layout'].text}")
     if not scans:
         some = ", ".join(list(tree.sizes)[:_SHOWN])
         raise UserError(
@@ -129,7 +129,10 @@ def _npz(plug: Plug, labels: Labels) -> bytes:
 def overview() -> list[str]:
     """A line for each set, those of single images with the reason why they are none, and the marks."""
     width = max(map(len, [*PLUGS, *NO_VOLUMES])) + 2
-    lines = [f"{plug.name:<{width}}{plug.title}: {plug.content}; {plug.licence}" for plug in PLUGS.values()]
+    lines = [
+        f"{plug.name:<{width}}{plug.title}: {plug.facts['content']}; {plug.facts['licence']}"
+        for plug in PLUGS.values()
+    ]
     lines += ["", "no volumes, so no plug:"]
     lines += [f"{name:<{width}}{reason}" for name, reason in NO_VOLUMES.items()]
     marks = "; ".join(f"[{mark}] {meaning}" for mark, meaning in MARKS.items())
@@ -138,9 +141,8 @@ def overview() -> list[str]:
 
 def describe(plug: Plug) -> list[str]:
     """Everything about one set."""
-    facts = ("content", "licence", "access", "citation", "spacing", "orientation", "labels", "splits")
     lines = [f"{plug.name}: {plug.title}"]
-    lines += [f"{name:<{_WIDTH}} {getattr(plug, name)}" for name in facts]
+    lines += [f"{name:<{_WIDTH}} {fact}" for name, fact in plug.facts.items() if name != "layout"]
     if plug.classes:
         lines.append(f"{'classes':<{_WIDTH}} {', '.join(f'{k} -> {v}' for k, v in plug.classes.items())}")
     if plug.label_classes:
@@ -149,4 +151,8 @@ def describe(plug: Plug) -> list[str]:
     if plug.surfaces:
         lines.append(f"{'surfaces':<{_WIDTH}} {', '.join(plug.surfaces)}")
     lines += [f"{'task':<{_WIDTH}} {' '.join((task.config, *task.overrides))}" for task in plug.tasks]
-    return [*lines, f"tree [{plug.layout.mark}]:", *(f"    {line}" for line in plug.layout.text.splitlines())]
+    return [
+        *lines,
+        f"tree [{plug.facts['layout'].mark}]:",
+        *(f"    {line}" for line in plug.facts["layout"].text.splitlines()),
+    ]

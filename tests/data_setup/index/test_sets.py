@@ -16,7 +16,7 @@ import yaml
 from data_setup import prepare
 from data_setup.index import cli
 from data_setup.index.sets import NO_VOLUMES, PLUGS, preset
-from data_setup.index.sets.facts import MARKS, Fact, Plug, Tree
+from data_setup.index.sets.facts import MARKS, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.splits import dealt_splits, needs_splits
@@ -339,8 +339,8 @@ def test_every_task_of_a_plug_trains(
 @pytest.mark.parametrize("name", PLUGS)
 def test_a_plug_says_how_certain_it_is(name: str) -> None:
     plug = PLUGS[name]
-    facts = [getattr(plug, field) for field in FULL]
-    assert all(isinstance(fact, Fact) and fact.mark in MARKS and fact.text for fact in facts)
+    assert tuple(plug.facts) == FULL
+    assert all(fact.mark in MARKS and fact.text for fact in plug.facts.values())
 
 
 def test_the_summary_counts_what_is_there(
@@ -372,7 +372,7 @@ def test_a_wrong_folder_is_answered_with_the_expected_tree(
         run_cli(lambda: cli.main([str(root), "--set", "octa500", "--out", str(root.parent / "none")]))
     assert end.value.code == 2
     answer = capsys.readouterr()
-    assert PLUGS["octa500"].layout.text in answer.out
+    assert PLUGS["octa500"].facts["layout"].text in answer.out
     *_, line = answer.err.splitlines()  # after what is begun
     assert "found no volume of it in 36 files (RETOUCH-" in line
 

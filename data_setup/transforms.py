@@ -147,8 +147,8 @@ class Augmentation:
 class RandGeometryd(Randomizable, MapTransform):
     """Draw one affine of `augment` per sample, resample `volume` with it, and add `matrix`."""
 
-    def __init__(self, augment: Augmentation, keys: tuple[str, ...] = ("volume",)) -> None:
-        MapTransform.__init__(self, keys)
+    def __init__(self, augment: Augmentation) -> None:
+        MapTransform.__init__(self, ("volume",))
         self.augment = augment
 
     def randomize(self, data: Any = None) -> None:
@@ -175,8 +175,8 @@ class RandGeometryd(Randomizable, MapTransform):
 class RandIntensityParamsd(Randomizable, MapTransform):
     """Draw gain, gamma and noise of each view: `intensity` float32 [2,3]; the device applies them."""
 
-    def __init__(self, augment: Augmentation, keys: tuple[str, ...] = ("intensity",)) -> None:
-        MapTransform.__init__(self, keys)
+    def __init__(self, augment: Augmentation) -> None:
+        MapTransform.__init__(self, ("intensity",))
         self.augment = augment
 
     def randomize(self, data: Any = None) -> None:
@@ -195,11 +195,7 @@ class RandIntensityParamsd(Randomizable, MapTransform):
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """The sample with `intensity` and `noise_seed`."""
         self.randomize()
-        sample = dict(data)
-        for key in self.keys:
-            sample[key] = self.intensity
-        sample["noise_seed"] = self.noise_seed
-        return sample
+        return {**data, "intensity": self.intensity, "noise_seed": self.noise_seed}
 
 
 class JEPAMaskd(Randomizable, MapTransform):

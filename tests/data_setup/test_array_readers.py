@@ -1,8 +1,7 @@
 """MATLAB, NumPy and MetaImage: the same voxels as other libraries write them, and damaged files."""
 
 import zipfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import open_record, peek_record, source_stat
 from tests.data_setup.importers import reading
 from tests.support.dicom_factory import speckle
-from tests.support.import_factory import write_images
+from tests.support.import_factory import write_images, write_metaimage
 from utils.config.schema import StorageOptions
 
 SPACING = (0.12, 0.0026, 0.03)
@@ -106,7 +105,7 @@ def test_cut_files_are_rejects(tmp_path: Path, name: str) -> None:
     elif name == "eye.npy":
         np.save(path, VOXELS)
     else:
-        write_metaimage(path, VOXELS, is_compressed=True)
+        write_metaimage(path, VOXELS, SPACING, is_compressed=True)
     data = path.read_bytes()
     for eighth in range(8):
         path.write_bytes(data[: len(data) * eighth // 8])
@@ -192,34 +191,11 @@ def test_a_key_of_a_metaimage_stands_once(tmp_path: Path) -> None:
     assert reject(tmp_path / "eye.mhd", "{axes: [W, H, D]}").reason == RejectReason.HEADER_MISMATCH
 
 
-def write_metaimage(path: Path, values: np.ndarray, *, is_compressed: bool = False) -> None:
-    """A MetaImage with SPACING in the manner of ITK: .mha in one file, .mhd beside .raw or .zraw."""
-    data = zlib.compress(values.tobytes()) if is_compressed else values.tobytes()
-    raw = path.with_suffix(".zraw" if is_compressed else ".raw")
-    place = "LOCAL" if path.suffix == ".mha" else raw.name
-    lines = [
-        "ObjectType = Image",
-        f"NDims = {values.ndim}",
-        "BinaryData = True",
-        "BinaryDataByteOrderMSB = False",
-    ]
-    lines.append(f"CompressedData = {is_compressed}")
-    lines += [f"CompressedDataSize = {len(data)}"] if is_compressed else []
-    lines += ["TransformMatrix = 1 0 0 0 1 0 0 0 1", "Offset = 0 0 0", "CenterOfRotation = 0 0 0"]
-    lines.append(f"ElementSpacing = {' '.join(map(str, SPACING[::-1]))}")
-    lines.append(f"DimSize = {' '.join(map(str, values.shape[::-1]))}")
-    lines += [f"ElementType = MET_{'UCHAR' if values.dtype == np.uint8 else 'USHORT'}"]
-    head = ("\n".join(lines) + f"\nElementDataFile = {place}\n").encode()
-    path.write_bytes(head + (data if place == "LOCAL" else b""))
-    if place != "LOCAL":
-        raw.write_bytes(data)
-
-
-def write_by_itk(path: Path, values: np.ndarray, *, is_compressed: bool = False) -> None:
+def write_by_itk(path: Path, values: np.ndarray, spacing: Sequence[float], *, is_compressed: bool) -> None:
     """`make soak` installs it."""
     itk = pytest.importorskip("SimpleITK")
     image = itk.GetImageFromArray(values)
-    image.SetSpacing(SPACING[::-1])
+    image.SetSpacing(spacing[::-1])
     itk.WriteImage(image, str(path), useCompression=is_compressed)
 
 
@@ -231,7 +207,7 @@ def test_metaimage_as_itk_writes_it(
     tmp_path: Path, write: Callable[..., None], name: str, is_compressed: bool, dtype: str
 ) -> None:
     values = VOXELS.astype(dtype) * (257 if dtype == "uint16" else 1)
-    write(tmp_path / name, values, is_compressed=is_compressed)
+    write(tmp_path / name, values, SPACING, is_compressed=is_compressed)
     header, voxels = read(tmp_path / name, "{axes: [W, H, D]}", spacing_mm=None)
     np.testing.assert_array_equal(voxels, VOXELS)
     np.testing.assert_allclose(header.spacing_mm, SPACING)
@@ -250,7 +226,7 @@ def test_metaimage_of_another_folder_is_not_opened(tmp_path: Path) -> None:
 
 def test_a_changed_raw_file_or_row_is_another_source(tmp_path: Path) -> None:
     path = tmp_path / "eye.mhd"
-    write_metaimage(path, VOXELS)
+    write_metaimage(path, VOXELS, SPACING)
     row = record(path, "{axes: [W, H, D]}")
     first = source_stat(row, StorageOptions())
     assert first == source_stat(row, StorageOptions())

@@ -179,7 +179,6 @@ PIXELS = RejectReason.UNSUPPORTED_PIXELS
 ANATOMY, MEASURES = "FrameAnatomySequence", "PixelMeasuresSequence"
 VALUES, PLANES = "PixelValueTransformationSequence", "PlaneOrientationSequence"
 DISTANCE = at(f"shared {MEASURES}", SpacingBetweenSlices=0.12)
-SLOPE = at("root", RescaleSlope=0.9)
 PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
 TIME, PLACE, OFFSET = "TemporalPositionIndex", "InStackPositionNumber", "TemporalPositionTimeOffset"

@@ -28,6 +28,7 @@ from data_setup.phantom.files import write_file
 from data_setup.phantom.render import LESIONS, render
 from data_setup.protocols import BY_NAME
 from data_setup.readers.sidecar import FOLDER_SIDECAR
+from tests.support.import_factory import write_metaimage
 
 SHAPE = (5, 44, 32)
 SPACING_MM = (0.6, 0.049, 0.19)
@@ -109,24 +110,8 @@ def write_npz(path: Path, **arrays: Any) -> None:
 
 
 def write_mhd(path: Path, voxels: np.ndarray) -> None:
-    """voxels [D, H, W] as x = W, y = H, z = D, in a .mhd and its .raw."""
-    d, h, w = voxels.shape
-    lengths = " ".join(f"{s:g}" for s in reversed(SPACING_MM))
-    kind = {"uint8": "MET_UCHAR", "uint16": "MET_USHORT"}[voxels.dtype.name]
-    raw = path.with_suffix(".raw")
-    lines = [
-        "ObjectType = Image",
-        "NDims = 3",
-        "BinaryData = True",
-        "BinaryDataByteOrderMSB = False",
-        "CompressedData = False",
-        f"ElementSpacing = {lengths}",
-        f"DimSize = {w} {h} {d}",
-        f"ElementType = {kind}",
-        f"ElementDataFile = {raw.name}",
-    ]
-    write_file(path, ("\n".join(lines) + "\n").encode())
-    write_file(raw, voxels.astype(voxels.dtype.newbyteorder("<")).tobytes())
+    """voxels [D, H, W] in a .mhd and its .raw."""
+    write_metaimage(path, voxels, SPACING_MM)
 
 
 def write_xlsx(path: Path, rows: list[dict[str, Any]]) -> None:

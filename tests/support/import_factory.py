@@ -3,6 +3,7 @@ libraries.
 """
 
 import re
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,25 @@ ETDRS = """<ThicknessGrid><Name>1, 3, 6 mm ETDRS</Name><TotalVolume>8.729</Total
 <ValidPixelPercentage>100.000</ValidPixelPercentage></Zone>
 <Zone><Name>S2</Name><AvgThickness>0.305</AvgThickness><Volume>1.617</Volume>
 <ValidPixelPercentage>65.119</ValidPixelPercentage></Zone></ThicknessGrid>"""
+
+
+def write_metaimage(
+    path: Path, values: np.ndarray, spacing: Sequence[float], *, is_compressed: bool = False
+) -> None:
+    """[D, H, W] as x = W, y = H, z = D in the manner of ITK: .mha in one file, .mhd beside .raw or .zraw."""
+    data = values.astype(values.dtype.newbyteorder("<")).tobytes()
+    data = zlib.compress(data) if is_compressed else data
+    raw = path.with_suffix(".zraw" if is_compressed else ".raw")
+    is_local = path.suffix == ".mha"
+    lines = ["ObjectType = Image", "NDims = 3", "BinaryData = True", "BinaryDataByteOrderMSB = False"]
+    lines.append(f"CompressedData = {is_compressed}")
+    lines += [f"CompressedDataSize = {len(data)}"] if is_compressed else []
+    lines += ["TransformMatrix = 1 0 0 0 1 0 0 0 1", "Offset = 0 0 0", "CenterOfRotation = 0 0 0"]
+    lines.append(f"ElementSpacing = {' '.join(map(str, spacing[::-1]))}")
+    lines.append(f"DimSize = {' '.join(map(str, values.shape[::-1]))}")
+    lines.append(f"ElementType = MET_{'UCHAR' if values.dtype == np.uint8 else 'USHORT'}")
+    lines.append(f"ElementDataFile = {'LOCAL' if is_local else raw.name}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes("\n".join(lines).encode() + (data if is_local else b""))
+    if not is_local:
+        raw.write_bytes(data)

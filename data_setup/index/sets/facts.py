@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from data_setup.index.candidates import IMAGES
+from data_setup.index.look import UNKNOWN, Entry
 from data_setup.protocols import Shape, Triple
+from data_setup.readers.open_record import kind_by_name
 from data_setup.tables.text import SIDES
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -75,22 +78,10 @@ class Labels:
 
 
 @dataclass(frozen=True)
-class Scan:
-    """One volume of a tree: a row of the manifest."""
+class Scan(Entry):
+    """One volume of a tree: a row of the manifest, before its file is looked at."""
 
-    path: str  # a file or a folder of images, below the root
-    person_id: str
-    device: str
-    protocol: str
-    laterality: str = ""  # L | R
-    region: str = "Macula"
     spacing: Callable[[Shape], Triple] | None = None  # (D, H, W) mm, where neither file nor YAML has one
-    d_order: str = "unknown"
-    files: str = ""  # of a folder: pattern of the B-scans
-    yaml: Mapping[str, Any] = field(default_factory=dict)  # keys of volume.yaml: axes, array, columns ...
-    split: str = ""  # train | val | test, by the set's owners
-    facts: Mapping[str, str] = field(default_factory=dict)  # of the person, or of the eye
-    visit: Mapping[str, str] = field(default_factory=dict)  # of this volume alone
     labels: Callable[[Shape], Labels] | None = None  # raises OCTReadError, UserError
 
 
@@ -143,14 +134,16 @@ class Plug:
         row, groups = self.row, match.groupdict(default="")
         group = self.classes.get(groups.get("kind", ""), "")
         return Scan(
-            path=path,
+            path,
+            kind_by_name(path) or IMAGES,
             person_id=row["person"].format(group=group, **groups),
-            device=row.get("device", "unknown"),
-            protocol=row.get("protocol", "unknown").format(**groups),
+            person_source="set",
+            device=row.get("device", UNKNOWN),
+            protocol=row.get("protocol", UNKNOWN).format(**groups),
             laterality=SIDES.get(groups.get("eye", "").lower(), ""),
             region=row.get("region", "Macula"),
             spacing=fixed(*row["mm"]) if "mm" in row else of_field(*row["field"]) if "field" in row else None,
-            yaml=row.get("yaml", {}),
+            volume_yaml=row.get("yaml", ""),
             facts={"study_group": group} if group else {},
             labels=partial(self.read_labels, tree, path) if self.read_labels else None,
         )

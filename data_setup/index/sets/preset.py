@@ -9,15 +9,13 @@ import io
 from dataclasses import replace
 
 import numpy as np
-import yaml
 
-from data_setup.index.candidates import IMAGES
-from data_setup.index.look import STAND_IN, Entry
+from data_setup.index.look import STAND_IN, UNKNOWN, Entry
 from data_setup.index.sets import NO_VOLUMES, PLUGS
 from data_setup.index.sets.facts import MARKS, Labels, Plug, Scan, Tree
 from data_setup.manifest import unknown_record
 from data_setup.readers.faults import OCTReadError
-from data_setup.readers.open_record import kind_by_name, peek_record
+from data_setup.readers.open_record import peek_record
 from data_setup.store.format import UNREAD
 from utils.errors import UserError
 from utils.storage import StorageError, join, write_bytes
@@ -25,10 +23,6 @@ from utils.workers import in_threads
 
 FOLDER = "labels"
 _SHOWN = 3
-_OF_SCAN = (
-    *("person_id", "facts", "visit", "split", "laterality"),
-    *("device", "protocol", "region", "d_order", "files"),
-)
 _WIDTH = 11  # of a name in `--sets NAME`
 
 
@@ -48,8 +42,8 @@ def entries_of(plug: Plug, tree: Tree, out: str) -> list[Entry]:
     UserError for a wrong folder; raises StorageError.
     """
     scans = sorted(plug.find(tree), key=lambda scan: scan.path)
-    entries = in_threads(lambda scan: _look(tree, scan), scans)
-    if not any(entry.is_row for entry in entries):
+    scans = in_threads(lambda scan: _look(tree, scan), scans)
+    if not any(scan.is_row for scan in scans):
         print(f"expected, {plug.title} [{plug.facts['layout'].mark}]:\n{plug.facts['layout'].text}")
     if not scans:
         some = ", ".join(list(tree.sizes)[:_SHOWN])
@@ -57,54 +51,49 @@ def entries_of(plug: Plug, tree: Tree, out: str) -> list[Entry]:
             f"{tree.root}: expected the tree of {plug.name} as above, found no volume of it in "
             f"{len(tree.sizes)} files ({some})"
         )
-    return [_with_labels(plug, tree, out, *both) for both in zip(scans, entries, strict=True)]
+    return [_with_labels(plug, tree, out, scan) for scan in scans]
 
 
-def _look(tree: Tree, scan: Scan) -> Entry:
-    """The row of a scan; a fault of its file or of storage becomes its status."""
-    text = yaml.safe_dump(dict(scan.yaml), default_flow_style=True, width=10**6).strip() if scan.yaml else ""
-    of_scan = {name: getattr(scan, name) for name in _OF_SCAN}
-    kind = kind_by_name(scan.path) or IMAGES
-    entry = Entry(scan.path, kind, person_source="set", volume_yaml=text, **of_scan)
+def _look(tree: Tree, scan: Scan) -> Scan:
+    """The same with what its file says; a fault of it or of storage becomes its status."""
     record = replace(
         unknown_record(tree.url(scan.path), scan.path),
         device=scan.device,
         protocol=scan.protocol,
-        laterality=scan.laterality or "unknown",
+        laterality=scan.laterality or UNKNOWN,
         spacing_mm=STAND_IN if scan.spacing else None,
         files=scan.files or None,
-        volume_yaml=text or None,
+        volume_yaml=scan.volume_yaml or None,
     )
     try:
         header = peek_record(record, tree.sizes.get(scan.path, 0), tree.options)
     except OCTReadError as error:
-        return replace(entry, status=error.reason.value, message=error.detail)
+        return replace(scan, status=error.reason.value, message=error.detail)
     except StorageError as error:
-        return replace(entry, status=UNREAD, message=error.problem)
+        return replace(scan, status=UNREAD, message=error.problem)
     is_stand_in = scan.spacing is not None and header.spacing_source == "manifest"
-    spacing = scan.spacing(header.shape) if scan.spacing and is_stand_in else header.spacing_mm
     return replace(
-        entry,
+        scan,
         shape=header.shape,
-        spacing_mm=spacing,
+        spacing_mm=scan.spacing(header.shape) if scan.spacing and is_stand_in else header.spacing_mm,
         spacing_source="set" if is_stand_in else header.spacing_source,
         sop_instance_uid=header.sop_instance_uid,
     )
 
 
-def _with_labels(plug: Plug, tree: Tree, out: str, scan: Scan, entry: Entry) -> Entry:
-    """The entry with what its labels say, and their file; raises StorageError, UserError."""
-    if scan.labels is None or entry.shape is None:
-        return entry
+def _with_labels(plug: Plug, tree: Tree, out: str, scan: Scan) -> Entry:
+    """The scan with what its labels say, and their file; raises StorageError, UserError."""
+    if scan.labels is None or scan.shape is None:
+        return scan
     try:
-        labels = scan.labels(entry.shape)
+        labels = scan.labels(scan.shape)
     except OCTReadError as error:
-        return replace(entry, without_labels=f"{error.reason}: {error.detail}")
+        return replace(scan, without_labels=f"{error.reason}: {error.detail}")
     path = f"{FOLDER}/{scan.path.replace('/', '__')}.npz"
     if data := _npz(plug, labels):
         write_bytes(join(out, path), data, tree.options)
     return replace(
-        entry,
+        scan,
         facts={**scan.facts, **labels.facts},
         label_volume="" if labels.classes is None else f"./{path}",  # ./ is the manifest's folder
         label_surfaces="" if labels.surfaces is None else f"./{path}",

@@ -37,8 +37,8 @@ from utils.terminal import track
 from utils.workers import follow_parent
 
 FORMAT_VERSION = 1
-_KINDS = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct", "retinal_octa")
-_KINDS += ("retinal_photography", "wearable_activity_monitor", "wearable_blood_glucose")
+_KINDS: tuple[str, ...] = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct")
+_KINDS += ("retinal_octa", "retinal_photography", "wearable_activity_monitor", "wearable_blood_glucose")
 PARTICIPANT_COLUMNS = {
     "person_id": "Identifier of the participant",
     "clinical_site": "Site of the study visit",

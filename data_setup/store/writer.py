@@ -225,7 +225,7 @@ def _settle_repeats(table: list[dict[str, Any]]) -> None:
 
 
 def array_metadata(
-    name: str, shape: tuple[int, ...], dims: Sequence[str], shuffle: str, group: Any = None, **more: Any
+    name: str, shape: tuple[int, ...], dims: Sequence[str], shuffle: Any, group: Any = None, **more: Any
 ) -> dict[str, bytes]:
     """{name: content} of the zarr.json of a group and of its array, which has a chunk a row."""
     files: dict[str, Any] = {}

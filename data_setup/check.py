@@ -164,12 +164,8 @@ def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
                 "check: a worker process was lost, for lack of memory perhaps; run again with fewer --workers"
             ) from error
     seconds = round(time.perf_counter() - start, 3)
-    about: dict[str, Any] = {
-        "tree": cfg.data.gcs_root,
-        "skipped": listing.skipped,
-        "split_source": listing.split_source,
-    }
-    about |= {"seconds": seconds, "workers": workers}
+    about: dict[str, Any] = {"tree": cfg.data.gcs_root, "skipped": listing.skipped}
+    about |= {"split_source": listing.split_source, "seconds": seconds, "workers": workers}
     report = summarise(findings, about, audit["unused_missing"])
     url = json_url or storage.join(cfg.data.store, "check_report.json")
     print(table(report), flush=True)  # first: the report may have no place to be written to

@@ -55,13 +55,11 @@ _ABSENT += ("AxialLengthOfTheEye",)
 _FIRST = ("SeriesNumber", "AcquisitionNumber", "InstanceNumber")
 _NONE: tuple[str, ...] = ("LightPathFilterTypeStackCodeSequence", "RefractiveStateSequence")
 _NONE += ("MydriaticAgentSequence", "AcquisitionContextSequence")
-_EMPTY_OF_SPECTRALIS: tuple[str, ...] = (
-    "DerivationDescription",
-    "HorizontalFieldOfView",
-    "InConcatenationNumber",
+_EMPTY_OF_SPECTRALIS = (
+    *("DerivationDescription", "HorizontalFieldOfView", "InConcatenationNumber"),
+    *("InConcatenationTotalNumber", "ConcatenationFrameOffsetNumber"),
+    *("LossyImageCompressionRatio", "LossyImageCompressionMethod"),
 )
-_EMPTY_OF_SPECTRALIS += ("InConcatenationTotalNumber", "ConcatenationFrameOffsetNumber")
-_EMPTY_OF_SPECTRALIS += ("LossyImageCompressionRatio", "LossyImageCompressionMethod")
 MODEL_TEXT = {
     "heidelberg_spectralis": ("Heidelberg Engineering", "Spectralis"),
     "topcon_maestro2": ("Topcon", "3DOCT-1Maestro2"),

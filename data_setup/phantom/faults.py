@@ -163,31 +163,27 @@ def plant_faults(
         volume, spacing = scan_volume(person, scan, seed, volume_size, shape)
         return person, make_spec(person, scan, spacing, seed, size, "explicit"), volume
 
-    def add(
-        kind: str,
-        reason: str | None,
-        spec: FileSpec,
-        data: bytes | None,
-        naming: str = naming,
-        side: str | None = None,
-    ) -> str:
-        path = file_path(spec, naming, side)
+    def add(kind: str, reason: str | None, spec: FileSpec, volume: Scan3D, data: bytes | None) -> None:
+        side = kind if kind == "unknown_laterality" else None
+        path = file_path(spec, other if kind == "orphan" else naming, side)
         if data is not None:
             write_file(out / path, data)
         planted.append({"path": path, "kind": kind, "expected_reason": reason})
-        return f"/{path}"
+        row = manifest_row(spec, volume.voxels.shape, f"/{path}")
+        if kind != "orphan":  # which is in no manifest
+            rows.append(row | {"laterality": side} if side else row)
+
+    other = "v3" if naming == "v2" else "v2"
 
     for kind, (protocol, syntax, change, reason) in BAD_FILES.items():
         _, spec, volume = plan(protocol, "small")
         ds = build_dataset(spec, volume.voxels.shape)
         add_pixels(ds, volume.voxels, syntax)
-        path = add(kind, reason, spec, change(ds) or to_bytes(ds))
-        rows.append(manifest_row(spec, volume.voxels.shape, path))
+        add(kind, reason, spec, volume, change(ds) or to_bytes(ds))
     _, spec, volume = plan(CUBE, "small")
-    path = add("missing_file", "missing_file", spec, None)
-    rows.append(manifest_row(spec, volume.voxels.shape, path))
-    _, spec, volume = plan(MACULA, "small")  # named as in the other version, in no manifest
-    add("orphan", None, spec, write_volume(volume.voxels, spec), "v3" if naming == "v2" else "v2")
+    add("missing_file", "missing_file", spec, volume, None)
+    _, spec, volume = plan(MACULA, "small")  # named as in the other version
+    add("orphan", None, spec, volume, write_volume(volume.voxels, spec))
 
     maestro_frames = round(geometry(BY_NAME["maestro2_macula_6x6_octa_oct"], size)[0][0] * 320 / 360)
     ppol_frames = geometry(BY_NAME[PPOL], size)[0][0] - 1
@@ -204,15 +200,12 @@ def plant_faults(
         if kind == "empty_image_position":
             for groups in ds.PerFrameFunctionalGroupsSequence:
                 groups.PlanePositionSequence[0].ImagePositionPatient = None
-        side = kind if kind == "unknown_laterality" else None
-        if side:
+        if kind == "unknown_laterality":
             ds.ImageLaterality = None
             ds.SharedFunctionalGroupsSequence[0].FrameAnatomySequence[0].FrameLaterality = None
         add_pixels(ds, volume.voxels, "j2k")
-        path = add(kind, None, spec, to_bytes(ds), side=side)
+        add(kind, None, spec, volume, to_bytes(ds))
         save_npz(out / "truth" / f"{spec.sop_instance_uid}.npz", truth_arrays(volume, spec, person))
-        row = manifest_row(spec, volume.voxels.shape, path)
-        rows.append(row | {"laterality": side} if side else row)
     planted += _odd_texts(good)
     return planted
 

@@ -95,10 +95,8 @@ def first(ds: Dataset | None, *path: str) -> Any:
     return node.get(path[-1]) if node is not None else None
 
 
-def measures(item: Dataset | None) -> Measures:
+def measures(item: Dataset) -> Measures:
     """The spacing attributes of a Pixel Measures item or of the root."""
-    if item is None:
-        return Measures()
     pixel = numbers(item.get("PixelSpacing"))
     lengths = (numbers(item.get(name)) for name in ("SpacingBetweenSlices", "SliceThickness"))
     axial, lateral = pixel if pixel and len(pixel) == 2 else (None, None)
@@ -115,17 +113,16 @@ def collect(ds: Dataset) -> RawGeometry:
 
     measured, orientation = "PixelMeasuresSequence", ("PlaneOrientationSequence", "ImageOrientationPatient")
     common = numbers(first(shared, *orientation))
-    shapes = [
-        first(g, "OphthalmicFrameLocationSequence", "OphthalmicImageOrientation") for g in [shared, *frames]
-    ]
+    location = "OphthalmicFrameLocationSequence"
+    shapes = [first(g, location, "OphthalmicImageOrientation") for g in [shared, *frames]]
     stacks = [first(g, "FrameContentSequence", "StackID") for g in frames]
     return RawGeometry(
-        shared=measures((first(shared, measured) or [None])[0]),
-        per_frame=tuple(measures((first(f, measured) or [None])[0]) for f in frames),
+        shared=measures((first(shared, measured) or [Dataset()])[0]),
+        per_frame=tuple(measures((first(f, measured) or [Dataset()])[0]) for f in frames),
         root=measures(ds),
         positions=of_frames("PlanePositionSequence", "ImagePositionPatient"),
         orientations=(*of_frames(*orientation), common),
-        references=of_frames("OphthalmicFrameLocationSequence", "ReferenceCoordinates"),
+        references=of_frames(location, "ReferenceCoordinates"),
         shapes=frozenset(str(s) for s in shapes if s),
         stacks=frozenset(str(s) for s in stacks if s),
         numbers=of_frames("FrameContentSequence", "InStackPositionNumber"),
@@ -142,10 +139,9 @@ def check_geometry(
     listed: Triple | None = None,
 ) -> Geometry:
     """The geometry of a volume of `shape` (frames, rows, columns); `listed`: the manifest's spacing, for what
-    the file does not say.
-
-    The frames are ordered by their positions, else by InStackPositionNumber, else as in the file. Raises
-    OCTReadError: not_a_volume, frame_count_mismatch, missing_spacing, implausible_spacing, header_mismatch.
+    the file does not say. The frames are ordered by their positions, else by InStackPositionNumber, else as
+    in the file. Raises OCTReadError: not_a_volume, frame_count_mismatch, missing_spacing,
+    implausible_spacing, header_mismatch.
     """
     _check_one_volume(raw, protocol, url)
     _check_directions(raw, url)
@@ -315,11 +311,10 @@ def _spacing(
     url: str,
     listed: Triple | None,
 ) -> tuple[Triple, str]:
-    """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance.
-
-    `measured`, the distance between the positions, has to agree with a stated one. SliceThickness states it
-    for the devices of DEVICES and for AI-READI's converters only. Cirrus writes the lateral spacing there:
-    the positions come first, then the field of the protocol. `listed` comes last.
+    """(B-scan distance, axial, lateral) in mm and the source of the B-scan distance. `measured`, the distance
+    between the positions, has to agree with a stated one. SliceThickness states it for the devices of DEVICES
+    and for AI-READI's converters only. Cirrus writes the lateral spacing there: the positions come first,
+    then the field of the protocol. `listed` comes last.
     """
     stated = {name: _stated(raw, name, url) for name in ("axial", "lateral", "distance", "thickness")}
     tag = "SpacingBetweenSlices"
@@ -335,9 +330,7 @@ def _spacing(
     candidates = [header, positions]
     is_trap = device == CIRRUS and header is not None and math.isclose(header[1], lateral, rel_tol=_AGREE)
     if device == CIRRUS:
-        field = None
-        if protocol is not None and frames > 1:
-            field = ("protocol", protocol.field_mm[0] / (frames - 1))
+        field = ("protocol", protocol.field_mm[0] / (frames - 1)) if protocol and frames > 1 else None
         candidates = [positions, field, None if is_trap else header]
     if header and measured and not is_trap and not math.isclose(header[1], measured, rel_tol=_LENGTH):
         expected = f"{tag} within {100 * _LENGTH:g} % of the distance between positions"
@@ -399,7 +392,6 @@ def check_field(shape: Shape, spacing_mm: Triple, source: str, url: str) -> None
 
 def _orientation(whole: dict[str, np.ndarray]) -> tuple[bool, str]:
     """(flip D to run superior -> inferior, source) by the way from the first place to the last.
-
     ReferenceCoordinates: rows of the localizer grow downwards, to inferior. ImagePositionPatient: along z it
     is LPS (superior is +z); along y it is assumed to grow to inferior. No device's file has shown that yet,
     so its source is "assumed". Conflicting or absent evidence, and a vertical raster: (False, "unknown").

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import norm
 
 from finetuning.answers.answer import estimated
 from finetuning.answers.metrics import (
@@ -28,11 +27,10 @@ from finetuning.answers.metrics import (
 )
 from finetuning.cohort.cohort import VAL, deal_over_people
 from finetuning.cohort.predictions import Predictions, Scored
-from finetuning.power import pilot_disagreement, smallest_difference
+from finetuning.power import NUM_ERRORS, pilot_disagreement, smallest_difference
 from models.probes.intervals import confusion_draws, doubt, recall_parts
 
 CHANCE_SHUFFLES = 300
-NUM_ERRORS = float(norm.ppf(0.975) + norm.ppf(0.8))  # standard errors that 80 % power takes
 
 
 def metrics_of(values: Measures, draws: Measures) -> dict[str, Any]:

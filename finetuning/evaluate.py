@@ -11,9 +11,9 @@ prepared store, labels. Out: a printed table, and in `${run.dir}` evaluation.jso
 predictions.parquet and figures/.
 
 A checkpoint: probes on its encoder (EMA target), on random initialisation (the seed that is best on
-validation, in each fold of crossfit its own) and on three baselines without an encoder, and once on permuted
-labels, which shows what chance is; then the paired difference pre-trained - random initialisation, its
-participant-bootstrap interval, and the sentence that it allows. All follow the protocol of
+validation, in each fold of crossfit its own) and on three baselines without an encoder; then the paired
+difference pre-trained - random initialisation, its participant-bootstrap interval, and the sentence that it
+allows. All follow the protocol of
 models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/answers/head_evaluation.py.
@@ -135,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     setup_logging()
     # here: torch takes seconds to import, and a wrong command line is refused without it
     from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
-    from finetuning.same_eye.page import markdown
-    from finetuning.same_eye.run import same_eye, same_eye_of_head
+    from finetuning.same_eye.run import markdown, same_eye, same_eye_of_head
     from utils.runtime.open import open_runtime
 
     cfg = None if asked.head is not None else _config_of(asked)

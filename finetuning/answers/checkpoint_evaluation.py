@@ -2,8 +2,8 @@
 
 In: a configuration and its checkpoint. Out: the content of evaluation.json, written into `${run.dir}` with
 its tables and figures: probes on the encoder (EMA target), on random initialisation (the seed that is best
-on validation, in each fold of crossfit its own) and on three baselines without an encoder, and once on
-permuted labels, which shows what chance is; then the paired difference pre-trained - random initialisation.
+on validation, in each fold of crossfit its own) and on three baselines without an encoder; then the paired
+difference pre-trained - random initialisation.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ from finetuning.features.probing import (
     RANDOM_SEEDS,
     Probed,
     baselines,
-    best_in_each_fold,
+    choose_seeds,
     join_folds,
-    judged_by,
     of_rows,
-    permuted,
     probe,
-    random_words,
 )
 from utils import storage
 from utils.checkpoint import load_checkpoint
@@ -89,13 +86,10 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
     about = f"{url.rpartition('/')[2]} (step {state['step']})"
     write_feature_map(cfg.run.dir, asked.cohort, pretrained(asked.cohort), store.index, about)
     first = _row("pretrained", "pre-trained encoder (EMA target)", probe(asked.cohorts, pretrained))
-    shuffled = [permuted(cohort, cfg.seed) for cohort in asked.cohorts]
-    chance = judged_by(asked.cohorts, probe(shuffled, pretrained))
     second, notes = _random_row(asked, runtime)
     rows = [first, second]
     for name, (label, features) in baselines(cfg, store, asked.rows, runtime).items():
         rows.append(_row(name, label, probe(asked.cohorts, features)))
-    rows.append(_row("permuted", "pre-trained, labels permuted (chance)", chance))
     content = answer(
         asked,
         rows,
@@ -116,7 +110,8 @@ def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
         title = f"random features, seed {s} of {seeds[0]} to {seeds[-1]}"
         values = embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime, title)
         arms.append([probe([cohort], of_rows(asked.rows, values)) for cohort in asked.cohorts])
-    best = best_in_each_fold([[part.val_score for part in arm] for arm in arms])
+    vals = [[part.val_score for part in arm] for arm in arms]
+    best, words, rule = choose_seeds(vals, seeds)
     chosen = join_folds([arms[number][fold] for fold, number in enumerate(best)])
     metric = PRIMARY[asked.cohort.kind]
     joined = [join_folds(arm) for arm in arms]
@@ -125,10 +120,8 @@ def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
         f"seed {s}: {arm.val_score:.3f} on val, {value:.3f} here"
         for s, arm, value in zip(seeds, joined, here, strict=True)
     )
-    label, rule = random_words([seeds[number] for number in best])
-    return _row("random_init", f"random initialisation ({label})", chosen), [
-        f"Random initialisation is {rule} ({each})."
-    ]
+    row = _row("random_init", f"random initialisation ({words})", chosen)
+    return row, [f"Random initialisation is {rule} ({each})."]
 
 
 def _row(name: str, label: str, probed: Probed) -> Row:

@@ -1,10 +1,9 @@
 """What a trained head is worth on people that neither it nor its encoder has seen.
 
 In: `head.pt` of finetuning.train (or its run's folder) and overrides of the configuration in it. Out: the
-content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, a constant
-prediction that knows nothing, and the head against permuted truth, which shows what chance is (the head is
-not trained again: its training labels stay). With eval.protocol=crossfit, of a frozen encoder, a head of the
-same configuration is trained in each fold: what is evaluated is the recipe, not the head of the file.
+content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, and a constant
+prediction that knows nothing. With eval.protocol=crossfit, of a frozen encoder, a head of the same
+configuration is trained in each fold: what is evaluated is the recipe, not the head of the file.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import numpy as np
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.evaluation import Asked, Row, answer
 from finetuning.answers.evaluation_files import write_evaluation
-from finetuning.answers.scorecard import chance_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_cohorts, seen_by_head
 from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import encoder_place, evaluated_config
@@ -87,15 +85,8 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         ("The head", "one prediction for all"),
         of_rows(asked.rows, _features(head, asked, runtime)),
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
-        [
-            f"The head: {kind} {head.state['encoder']['url']}.",
-            *how,
-            "Permuted truth: the head's predictions against truth dealt out anew among the evaluated people, "
-            "mean and central 95 % of the shuffles; the head is not trained again.",
-        ],
+        [f"The head: {kind} {head.state['encoder']['url']}.", *how],
     )
-    chance = chance_of(first.scored.evaluated(), cfg.seed)
-    content["rows"].append({"name": "permuted", "label": "the head, permuted truth (chance)", **chance})
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
     return write_evaluation(asked.answer(), content, scores_of_rows, store.index)
 

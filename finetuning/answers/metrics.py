@@ -19,7 +19,7 @@ The definitions are scikit-learn's, and tests compare with it. What has several 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -119,26 +119,13 @@ def reliability(predictions: Predictions) -> Reliability:
     """The points of the reliability plot; of all labels together for multilabel."""
     confidence, is_right = (
         np.concatenate(parts)
-        for parts in zip(*(_confidence(p.truth[:, 0], p.scores) for p in _tasks(predictions)), strict=True)
+        for parts in zip(*(_confidence(p.truth[:, 0], p.scores) for p in tasks_of(predictions)), strict=True)
     )
     bin_U = _bins(confidence)
     count = np.bincount(bin_U, minlength=NUM_BINS)
     used = count > 0
     mean = [np.bincount(bin_U, v, minlength=NUM_BINS)[used] / count[used] for v in (confidence, is_right)]
     return Reliability(mean[0], mean[1], count[used])
-
-
-def as_task(predictions: Predictions, label: int) -> Predictions:
-    """One label of multilabel predictions as a task of two classes."""
-    yes_U1 = predictions.scores[:, [label]]
-    return Predictions(
-        "classification",
-        (f"no {predictions.names[label]}", predictions.names[label]),
-        predictions.unit,
-        predictions.person,
-        predictions.truth[:, [label]],
-        np.concatenate([1 - yes_U1, yes_U1], axis=1),
-    )
 
 
 def auroc(is_positive_U: np.ndarray, score_U: np.ndarray, counts_SU: np.ndarray) -> np.ndarray:
@@ -163,7 +150,7 @@ def _measure(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
         return Measures(_of_values(predictions.truth[:, 0], predictions.scores[:, 0], counts_SU), {})
     if predictions.kind != "multilabel":
         return _of_classes(predictions, counts_SU)
-    parts = [_of_classes(task, counts_SU) for task in _tasks(predictions)]
+    parts = [_of_classes(task, counts_SU) for task in tasks_of(predictions)]
     by_label = {  # of "yes"
         name: np.stack([p.by_class[name][:, 1] for p in parts], axis=1) for name in parts[0].by_class
     }
@@ -257,11 +244,17 @@ def _bins(confidence_U: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.linspace(0, 1, NUM_BINS + 1)[1:-1], confidence_U)
 
 
-def _tasks(predictions: Predictions) -> list[Predictions]:
-    """The predictions themselves, or each label as a separate task."""
+def tasks_of(predictions: Predictions) -> list[Predictions]:
+    """The predictions themselves, or each label of multilabel ones as a task of two classes."""
     if predictions.kind != "multilabel":
         return [predictions]
-    return [as_task(predictions, number) for number in range(len(predictions.names))]
+    tasks = []
+    for number, name in enumerate(predictions.names):
+        yes_U1 = predictions.scores[:, [number]]
+        scores_U2 = np.concatenate([1 - yes_U1, yes_U1], axis=1)
+        task = replace(predictions, kind="classification", names=(f"no {name}", name))
+        tasks.append(replace(task, truth=predictions.truth[:, [number]], scores=scores_U2))
+    return tasks
 
 
 def _by_score(

@@ -25,12 +25,10 @@ from finetuning.answers.metrics import (
     reliability,
     youden_threshold,
 )
-from finetuning.cohort.cohort import VAL, deal_over_people
+from finetuning.cohort.cohort import VAL
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.power import NUM_ERRORS, pilot_disagreement, smallest_difference
 from models.probes.intervals import confusion_draws, doubt, recall_parts
-
-CHANCE_SHUFFLES = 300
 
 
 def metrics_of(values: Measures, draws: Measures) -> dict[str, Any]:
@@ -70,31 +68,6 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
     if num_classes == 2:
         result["threshold"] = _threshold(scored, predictions, counts)
     return result
-
-
-def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
-    """Metrics when the truth is dealt out again over people: mean and central 95 % of the shuffles.
-
-    finetuning.cohort.cohort.deal_over_people: a person with as many units as nobody else keeps its truth.
-    """
-    rng = np.random.default_rng(seed)
-    parts = []
-    for _ in range(CHANCE_SHUFFLES):
-        dealt = predictions.truth[deal_over_people(predictions.person, rng)]
-        shuffled = Predictions(
-            predictions.kind,
-            predictions.names,
-            predictions.unit,
-            predictions.person,
-            dealt,
-            predictions.scores,
-        )
-        parts.append(observed(shuffled).overall)
-    result = {}
-    for name in parts[0]:
-        values = np.array([part[name][0] for part in parts])
-        result[name] = estimated(values.mean(), interval(values))
-    return {"metrics": result}
 
 
 def difference(

@@ -31,7 +31,7 @@ from finetuning.board.page import Board, Row
 from finetuning.cohort.cohort import Cohort, count_overlap, read_cohorts
 from finetuning.cohort.ledger import count_looks, data_digest, digest, look_at
 from finetuning.cohort.source import Source
-from finetuning.features.probing import RANDOM_SEEDS, best_in_each_fold, random_words
+from finetuning.features.probing import RANDOM_SEEDS, choose_seeds
 from finetuning.features.slices import SliceEncoder
 from utils import storage
 from utils.config.load import flatten
@@ -158,8 +158,7 @@ def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> 
         ]
         column = LINEAR if len(cohorts) == 1 else BY_FOLD
         vals = [[cell.val for cell in desk.answer(entry, column).values()] for entry in entries]
-        best = best_in_each_fold(vals)
-        words, rule = random_words([seeds[number] for number in best])
+        best, words, rule = choose_seeds(vals, seeds)
         parts = [entries[number] for number in best]
         label = f"random initialisation{size} ({words})"
         chosen.append(

@@ -31,7 +31,7 @@ from models.probes import intervals
 from models.probes.intervals import ALPHA
 from utils import storage
 from utils.config.schema import Config
-from utils.report.pictures import png_data
+from utils.report.pictures import png, png_data
 from utils.tables import NONE, Table, interval, number, page, two_cells, with_interval
 
 HERE = Path(__file__).parent
@@ -86,9 +86,7 @@ def write_pages(board: Board) -> str:
     storage.write_text(storage.join(board.folder, "leaderboard.md"), text)
     storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board, results))
     storage.write_text(storage.join(board.folder, "leaderboard.html"), html(board, tables, lines, figure))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), buffer.getvalue())
+    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), png(figure, 130))
     return f"{text}\n{board.folder}: leaderboard.md, .csv, .html, .png"
 
 

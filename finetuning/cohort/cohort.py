@@ -150,21 +150,6 @@ def seen_by_head(cfg: Config, state: Mapping[str, Any]) -> dict[str, list[str]]:
     return seen | ({"validation": people["val"]} if cfg.eval.split != "val" else {})
 
 
-def deal_over_people(person_U: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Whose truth each unit gets when truth is dealt out anew over people: numbers of units [U].
-
-    People with equally many units swap their whole lists, in the order of their units. A person with as many
-    units as nobody else keeps its own.
-    """
-    _, inverse, counts = np.unique(person_U, return_inverse=True, return_counts=True)
-    places = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
-    source = np.empty(len(person_U), int)
-    for size in np.unique(counts):
-        units_PN = np.stack([places[number] for number in np.flatnonzero(counts == size)])
-        source[units_PN] = units_PN[rng.permutation(len(units_PN))]
-    return source
-
-
 def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
     """The same cohort with a share of its TRAIN participants, in (0, 1]; VAL and EVALUATED are unchanged.
 

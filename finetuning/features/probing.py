@@ -7,19 +7,18 @@ with the C that validation chose. Classes: logistic; a value: ridge; several lab
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from sklearn.decomposition import PCA
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.predictions import Scored
 from finetuning.features.pooled import device_features, raw_features
 from models.probes.hidden import fit_hidden_classes, fit_hidden_value
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
-from models.probes.tokens import DensePrediction, Rows, ridge_rows
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
@@ -27,7 +26,6 @@ from utils.runtime.single import Runtime
 RANDOM_SEEDS = 3  # random initialisations to compare with
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
-Readout = Callable[[Rows, Rows, Rows], DensePrediction]  # ridge_rows or hidden_rows
 
 
 @dataclass(frozen=True)
@@ -86,23 +84,18 @@ def baselines(
     }
 
 
-def best_in_each_fold(arms: Sequence[Sequence[float]]) -> list[int]:
-    """The number of the arm that each fold takes, from validation scores [arm][fold]: the fold's own best.
+def choose_seeds(arms: Sequence[Sequence[float]], seeds: Sequence[int]) -> tuple[list[int], str, str]:
+    """Random initialisations, from validation scores [arm][fold] of so many seeds: the number of the arm that
+    each fold takes, its own best; how a table names it, and the rule.
 
     A mean over folds must not choose: the validation people of a fold are evaluated in another one.
     """
-    return [int(np.argmax(scores)) for scores in zip(*arms, strict=True)]
-
-
-def random_words(seeds: Sequence[int]) -> tuple[str, str]:
-    """How a table names the seed that each fold took, and the rule by which."""
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}", "the seed that is best on validation participants"
-    return (
-        "a seed a fold",
-        "in each fold the seed that is best on the fold's own validation participants, here "
-        + ", ".join(map(str, seeds)),
-    )
+    best = [int(np.argmax(scores)) for scores in zip(*arms, strict=True)]
+    if len(best) == 1:
+        return best, f"seed {seeds[best[0]]}", "the seed that is best on validation participants"
+    chosen = ", ".join(str(seeds[number]) for number in best)
+    rule = f"in each fold the seed that is best on the fold's own validation participants, here {chosen}"
+    return best, "a seed a fold", rule
 
 
 def join_folds(parts: Sequence[Probed]) -> Probed:
@@ -118,45 +111,9 @@ def join_folds(parts: Sequence[Probed]) -> Probed:
     )
 
 
-def read_by_fold(
-    features_nF: np.ndarray,
-    targets_nL: np.ndarray,
-    person: np.ndarray,
-    fold: np.ndarray,
-    readout: Readout = ridge_rows,
-) -> DensePrediction:
-    """Values of the evaluated fold, by the protocol of models.probes.tokens."""
-    train, val, evaluated = (
-        Rows(features_nF[fold == one], targets_nL[fold == one], person[fold == one])
-        for one in (TRAIN, VAL, EVALUATED)
-    )
-    return readout(train, val, evaluated)
-
-
 def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
     """Features of store rows, ascending, for any cohort of them."""
     return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
-
-
-def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
-    """The same scores with the targets of other cohorts of the same volumes."""
-    return replace(probed, scored=Scored(tuple(cohorts), probed.scored.scores))
-
-
-def permuted(cohort: Cohort, seed: int) -> Cohort:
-    """The cohort with the targets of its training and validation people dealt out again within each fold.
-
-    The volumes of a unit keep one target, the units of a person come from one person (deal_over_people);
-    units of the evaluated fold keep theirs.
-    """
-    rng = np.random.default_rng(seed)
-    target = cohort.target.copy()
-    for fold in (TRAIN, VAL):
-        at = np.flatnonzero(cohort.fold == fold)
-        _, first, inverse = np.unique(cohort.unit[at], return_index=True, return_inverse=True)
-        dealt = deal_over_people(cohort.person[at][first], rng)
-        target[at] = cohort.target[at][first][dealt][inverse]
-    return replace(cohort, target=target)
 
 
 def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> list[Cohort]:

@@ -81,7 +81,7 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     result = evaluate(cfg, RUNTIME)
     assert result == json.loads((tmp_path / "evaluation.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device", "permuted"]
+    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device"]
     for row in rows.values():
         low, high = row["metrics"]["balanced_accuracy"]["ci95"]
         assert 0 <= low <= accuracy(row) <= high <= 1
@@ -139,7 +139,7 @@ def test_the_random_seed_is_chosen_on_validation(
     def with_val_score(cohorts: Sequence[Cohort], features: Features) -> Probed:
         calls.append(0.0)
         probed = probe(cohorts, features)
-        if len(calls) != 4:  # call 1 is the pre-trained encoder, 2 permuted labels, 3 to 5 are the seeds
+        if len(calls) != 3:  # call 1 is the pre-trained encoder, 2 to 4 are the seeds
             return replace(probed, val_score=0.6)
         wrong = np.eye(2)[1 - cohorts[0].target[:, 0].astype(int)]
         return replace(probed, val_score=0.9, scored=Scored(tuple(cohorts), (wrong,)))

@@ -3,8 +3,8 @@
     python -m finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER
 
 In: checkpoints of pretraining.train or their runs' folders, a task's file of configs/, the prepared store,
-labels. Out, in `${run.dir}/leaderboard`: leaderboard.md, .csv, .html and .png, and the answers that they are
-made of, so the same command again computes only what is missing.
+labels. Out, in `${run.dir}/leaderboard`: leaderboard.md, .csv and .png, and the answers that they are made
+of, so the same command again computes only what is missing.
 
 Every row has the same splits, units, low-shot draws and probe. Rows: each checkpoint; random initialisation
 of the same architecture, the seed that is best on validation (in crossfit in each fold its own); a control

@@ -7,6 +7,7 @@ In: `Predictions`. Out: matplotlib figures by the name of their file. A class wi
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import numpy as np
 from cycler import cycler
@@ -20,7 +21,7 @@ from models.probes.intervals import confusion_draws
 
 COLOURS = ("#1f6fb2", "#d9730d", "#3a8a4f", "#8a4fa3", "#b03a48", "#6b6b6b", "#c2a000", "#2aa5a0")
 STYLES = cycler(linestyle=("-", "--", ":")) * cycler(color=COLOURS)  # of curves, one after the other
-CHANCE = {"color": "0.75", "linestyle": "-", "linewidth": 1}  # the diagonal
+CHANCE: dict[str, Any] = {"color": "0.75", "linestyle": "-", "linewidth": 1}  # the diagonal
 SIDE = 4.6  # inches
 FULL = 0.02  # room around 0 to 1
 NAME_WIDTH = 24  # letters of a class's name in one line

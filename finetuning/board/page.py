@@ -1,7 +1,7 @@
-"""The leaderboard as files: Markdown, CSV, HTML with its figure inside, and the figure.
+"""The leaderboard as files: leaderboard.md, leaderboard.csv, leaderboard.png.
 
-In: a `Board`. Out: leaderboard.md, leaderboard.csv, leaderboard.html, leaderboard.png in its folder, and the
-Markdown as text. Every number is the primary metric of the task's kind (finetuning.answers.metrics.PRIMARY).
+In: a `Board`. Out: the files in its folder, and the Markdown as text. Every number is the primary metric of
+the task's kind (finetuning.answers.metrics.PRIMARY).
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -31,10 +29,9 @@ from models.probes import intervals
 from models.probes.intervals import ALPHA
 from utils import storage
 from utils.config.schema import Config
-from utils.report.pictures import png, png_data
+from utils.report.pictures import png
 from utils.tables import NONE, Table, interval, number, page, two_cells, with_interval
 
-HERE = Path(__file__).parent
 TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own
 READOUTS = (LINEAR, HIDDEN)
 
@@ -79,15 +76,12 @@ class Results:
 def write_pages(board: Board) -> str:
     """Write all files; returns the Markdown, with where the files are."""
     results = results_of(board)
-    tables = tables_of(board, results)
-    figure = draw(board, results)
-    lines = sentences(board, results)
-    text = page(f"Leaderboard: {board.cfg.task.label_column}", lines, [], tables)
+    title = f"Leaderboard: {board.cfg.task.label_column}"
+    text = page(title, sentences(board, results), [], tables_of(board, results))
     storage.write_text(storage.join(board.folder, "leaderboard.md"), text)
     storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board, results))
-    storage.write_text(storage.join(board.folder, "leaderboard.html"), html(board, tables, lines, figure))
-    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), png(figure, 130))
-    return f"{text}\n{board.folder}: leaderboard.md, .csv, .html, .png"
+    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), png(draw(board, results), 130))
+    return f"{text}\n{board.folder}: leaderboard.md, .csv, .png"
 
 
 def results_of(board: Board) -> Results:
@@ -139,6 +133,8 @@ def sentences(board: Board, results: Results) -> list[str]:
         lines.append(
             f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
         )
+    if board.store.attrs["synthetic"]:
+        lines.append("On synthetic data: it says nothing about real retinas.")
     return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
 
 
@@ -323,22 +319,6 @@ def csv_text(board: Board, results: Results) -> str:
                 fixed = [len(cell.predictions), cell.participants, board.look]
                 writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed])
     return buffer.getvalue()
-
-
-def html(board: Board, tables: list[Table], lines: list[str], figure: Figure) -> str:
-    """The page, with its figure inside."""
-    template = Environment(
-        loader=FileSystemLoader([HERE, HERE.parents[1] / "utils" / "report"]),
-        autoescape=True,
-        undefined=StrictUndefined,
-    ).get_template("page.html.j2")
-    return template.render(
-        title=f"Leaderboard: {board.cfg.task.label_column}",
-        synthetic=bool(board.store.attrs["synthetic"]),
-        lines=lines,
-        figure=png_data(figure),
-        tables=tables,
-    )
 
 
 def draw(board: Board, results: Results) -> Figure:

@@ -80,9 +80,9 @@ def choose_eyes(cfg: Config, store: PreparedStore) -> Eyes:
     drawn = np.random.default_rng(cfg.seed).permutation(len(train))[:TRAIN_VOLUMES]
     parts = [train.iloc[np.sort(drawn)], paired]
     whole = pd.concat(parts)
-    columns = (whole[name].to_numpy(str) for name in ("person_id", "eye", "device"))
+    person, eye, device = (whole[name].to_numpy(str) for name in ("person_id", "eye", "device"))
     fold = np.repeat([TRAIN, EVALUATED], [len(part) for part in parts])
-    return Eyes(whole.index.to_numpy(), fold, *columns, protocol_of)
+    return Eyes(whole.index.to_numpy(), fold, person, eye, device, protocol_of)
 
 
 def _protocols(index: pd.DataFrame) -> dict[str, str]:

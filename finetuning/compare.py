@@ -32,9 +32,7 @@ EXTRA_COLUMNS = ("low-shot", "devices", "attentive", "fine-tuned")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The words of the command line, whose overrides may stand anywhere, after --checkpoints too; raises
-    UserError where no checkpoint is named.
-    """
+    """The words of the command line; overrides may stand after --checkpoints. Raises UserError."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.allow_abbrev = False  # --checkpoint would be short for --checkpoints

@@ -19,7 +19,7 @@ from finetuning.answers.metrics import PRIMARY
 from finetuning.answers.scorecard import difference, people_of_classes, scorecard
 from finetuning.answers.subgroups import COLUMNS, subgroups
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.cohort.ledger import digest, look_at
+from finetuning.cohort.ledger import cohort_facts, digest, look_at
 from finetuning.cohort.predictions import Scored
 from finetuning.features.probing import Features, device_cohorts, probe
 from models.probes import intervals
@@ -64,14 +64,8 @@ class Asked:
 
     def answer(self) -> Answer:
         """evaluation.json: it depends on checkpoint, protocol, volumes, groups, targets and folds."""
-        table = [
-            [
-                self.store.index.loc[c.rows, ["checksum", *COLUMNS.values()]].astype(str).to_numpy().tolist(),
-                *(part.tolist() for part in (c.fold, c.target, c.unit, c.person)),
-                c.names,
-            ]
-            for c in self.cohorts
-        ]
+        columns = ("checksum", *COLUMNS.values())
+        table = [cohort_facts(self.store, c, columns) for c in self.cohorts]
         fingerprint = digest([FORMAT_VERSION, self.checksum, protocol_of(self.cfg), table])
         return Answer(self.cfg.run.dir, "evaluation", fingerprint)
 

@@ -21,7 +21,6 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_
 from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import embed_rows
 from finetuning.features.probing import of_rows
 from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows
@@ -33,10 +32,7 @@ from utils.runtime.single import Runtime
 
 
 def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The content of evaluation.json of a head; an existing one of the same question is reused.
-
-    Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
-    """
+    """The content of evaluation.json of a head; one of the same question is reused. Raises UserError."""
     head = open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = evaluated_config(head.cfg, head.url, overrides)
     head = replace(head, cfg=cfg)
@@ -64,8 +60,8 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
 def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     """Predict, write all files; returns the content of evaluation.json."""
     cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
+    kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))
     if cfg.eval.protocol == "crossfit":
-        kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))
         scores, of_val = zip(*(scores_of_fold(kept, cohort) for cohort in cohorts), strict=True)
         facts = {"validation": float(np.mean(of_val))}
         how = [
@@ -83,7 +79,7 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         asked,
         [first, constant],
         ("The head", "one prediction for all"),
-        of_rows(asked.rows, _features(head, asked, runtime)),
+        of_rows(asked.rows, kept.pooled(asked.rows)),
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [f"The head: {kind} {head.state['encoder']['url']}.", *how],
     )
@@ -97,15 +93,6 @@ def _scores(cohort: Cohort, head: Head, store: PreparedStore, runtime: Runtime) 
     is_wanted = cohort.fold != TRAIN
     scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
     return scores
-
-
-def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:
-    """Pooled features of the head's encoder [n, 2E]; those of a frozen one are kept."""
-    if not head.is_frozen:
-        return embed_rows(head.encoder, head.cfg, asked.store, asked.rows, runtime)
-    return KeptFeatures(head.encoder, head.cfg, asked.store, runtime, features_folder(head.cfg)).pooled(
-        asked.rows
-    )
 
 
 def _constant(cohort: Cohort) -> np.ndarray:

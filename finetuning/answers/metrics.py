@@ -70,11 +70,7 @@ def measure(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
 
 
 def bootstrap_counts(predictions: Predictions, samples: int, seed: int) -> np.ndarray:
-    """How often each resample holds each unit [samples, U]: people are drawn, with all of their units.
-
-    Stratified by class (by the class of most of a person's units, where they differ); regression and
-    multilabel have no strata.
-    """
+    """How often each resample holds each unit [samples, U]: people are drawn, within classes."""
     people, of_unit = np.unique(predictions.person, return_inverse=True)
     strata_P = np.zeros(len(people), int)
     if predictions.kind in ("classification", "ordinal"):

@@ -111,9 +111,7 @@ def compare(
 
 
 def bootstrap_p(draws_S: np.ndarray) -> float | None:
-    """Two-sided p of no difference, from the resamples of a difference in which it exists; never 0. None
-    where they are all one number that is not 0.
-    """
+    """Two-sided p of no difference, never 0, from the resamples that have one; None where none varies."""
     known = draws_S[~np.isnan(draws_S)]
     if np.ptp(known) <= 1e-12 and abs(known[0]) > 1e-12:
         return None

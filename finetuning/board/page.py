@@ -23,8 +23,8 @@ from finetuning.answers.scorecard import people_of_classes
 from finetuning.board.answers import Cells
 from finetuning.board.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT
 from finetuning.board.comparison import Comparison, compare, estimate
-from finetuning.board.entries import Entry
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.features.entries import Entry
 from models.probes import intervals
 from models.probes.intervals import ALPHA
 from utils import storage

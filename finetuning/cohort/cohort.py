@@ -142,9 +142,7 @@ def count_seen(cfg: Config, people: Iterable[str], seen: Mapping[str, Iterable[s
 
 
 def seen_by_head(cfg: Config, state: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Whom a head's file says that a training saw; with eval.split=val those that it was chosen on are
-    evaluated, and the table says so.
-    """
+    """Whom a head's file says that a training saw; with eval.split=val its choice is no training."""
     people = state["participants"]
     seen = {"training": people["train"], "encoder's pre-training": state["pretraining_participants"]}
     return seen | ({"validation": people["val"]} if cfg.eval.split != "val" else {})

@@ -57,10 +57,7 @@ class Folder:
     with_patches: bool
 
     def begin(self, about: Mapping[str, Any], num_rows: int, shape: tuple[int, int]) -> None:
-        """Make the folder for rows of `shape` (N, E), or check that the one here is of the same features.
-
-        Raises UserError that names the first difference.
-        """
+        """Make the folder for rows of `shape` (N, E), or check the one here; UserError names a difference."""
         about_url = storage.join(self.url, ABOUT)
         if storage.exists(about_url, self.options):
             written = json.loads(storage.read_text(about_url, self.options))

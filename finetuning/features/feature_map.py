@@ -32,9 +32,7 @@ def write_feature_map(
 
 
 def feature_map(cohort: Cohort, features_nF: np.ndarray, index: pd.DataFrame) -> dict[str, Any]:
-    """`x` and `y` of at most MAX_POINTS volumes, evenly spread over the cohort, `shares` of the variance of
-    both components, and what each volume is: `device`, `label`, `laterality`.
-    """
+    """`x`, `y` of at most MAX_POINTS volumes, `shares` of variance; device, label, laterality of each."""
     scores_n2, shares = _components(StandardScaler().fit_transform(features_nF))
     at = evenly_spaced(len(cohort.rows), MAX_POINTS).numpy()
     columns = {

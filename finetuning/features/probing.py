@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
-from sklearn.decomposition import PCA
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.predictions import Scored
-from finetuning.features.pooled import device_features, raw_features
 from models.probes.hidden import fit_hidden_classes, fit_hidden_value
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
-from utils.config.schema import Config
 from utils.errors import UserError
-from utils.runtime.single import Runtime
 
-RANDOM_SEEDS = 3  # random initialisations to compare with
-MAX_COMPONENTS = 256  # of the raw-voxel PCA
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
 
 
@@ -39,11 +32,7 @@ class Probed:
 
 
 def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False) -> Probed:
-    """Fit on each cohort's training fold, choose C on its validation fold, score all of its volumes;
-    `is_hidden`: one hidden layer, whose step is chosen there.
-
-    Raises UserError for a training fold with one class only.
-    """
+    """Fit on TRAIN, choose C (of a hidden layer the step) on VAL, score all; UserError for one class."""
     scores, fitted, width = [], [], 0
     for cohort in cohorts:
         features_nF = features(cohort)
@@ -56,58 +45,6 @@ def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False
         None if is_hidden else float(np.median([part.chosen_c for part in fitted])),
         float(np.mean([part.val_score for part in fitted])),
         width,
-    )
-
-
-def baselines(
-    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
-) -> dict[str, tuple[str, Features]]:
-    """name -> (label, features) of what needs no encoder; `rows`: all that will be asked for, ascending."""
-
-    @cache
-    def raw() -> tuple[np.ndarray, np.ndarray]:
-        return raw_features(cfg, store, rows, runtime)
-
-    def components(cohort: Cohort) -> np.ndarray:
-        """The principal components of the training fold."""
-        is_train, voxels = cohort.fold == TRAIN, of_rows(rows, raw()[0])(cohort)
-        count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1])
-        return PCA(count, random_state=0).fit(voxels[is_train]).transform(voxels)
-
-    return {
-        "voxel_pca": ("raw-voxel PCA", components),
-        "ascan_profile": ("mean A-scan profile", lambda cohort: of_rows(rows, raw()[1])(cohort)),
-        "device": (
-            "device one-hot",
-            lambda cohort: device_features(store, cohort.rows, cohort.rows[cohort.fold == TRAIN]),
-        ),
-    }
-
-
-def choose_seeds(arms: Sequence[Sequence[float]], seeds: Sequence[int]) -> tuple[list[int], str, str]:
-    """Random initialisations, from validation scores [arm][fold] of so many seeds: the number of the arm that
-    each fold takes, its own best; how a table names it, and the rule.
-
-    A mean over folds must not choose: the validation people of a fold are evaluated in another one.
-    """
-    best = [int(np.argmax(scores)) for scores in zip(*arms, strict=True)]
-    if len(best) == 1:
-        return best, f"seed {seeds[best[0]]}", "the seed that is best on validation participants"
-    chosen = ", ".join(str(seeds[number]) for number in best)
-    rule = f"in each fold the seed that is best on the fold's own validation participants, here {chosen}"
-    return best, "a seed a fold", rule
-
-
-def join_folds(parts: Sequence[Probed]) -> Probed:
-    """Probes of one cohort each as one of all; C is the median over cohorts, the score their mean."""
-    return Probed(
-        Scored(
-            tuple(cohort for part in parts for cohort in part.scored.cohorts),
-            tuple(scores for part in parts for scores in part.scored.scores),
-        ),
-        None if parts[0].chosen_c is None else float(np.median([part.chosen_c for part in parts])),
-        float(np.mean([part.val_score for part in parts])),
-        parts[0].num_features,
     )
 
 

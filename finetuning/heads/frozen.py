@@ -304,9 +304,7 @@ def head_inputs(
 
 
 def scores_of_fold(kept: KeptFeatures, cohort: Cohort) -> tuple[np.ndarray, float]:
-    """Scores of all volumes [n, C] by the head of `kept.cfg` that this cohort trains and chooses, and its
-    score on VAL.
-    """
+    """Scores of all volumes [n, C] by the head that this cohort trains and chooses, and its score on VAL."""
     inputs, _ = head_inputs(kept, cohort, (TRAIN, VAL, EVALUATED))
     width = int(kept.encoder.feature_width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
     trained = train_grid(kept.cfg, cohort, inputs, width, kept.runtime.device)
@@ -317,9 +315,7 @@ def scores_of_fold(kept: KeptFeatures, cohort: Cohort) -> tuple[np.ndarray, floa
 def train_frozen(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
 ) -> tuple[str, dict[str, Any]]:
-    """Train a head on the features of a checkpoint's encoder, with the log of a run; returns its file's URL
-    and content.
-    """
+    """Train a head on a checkpoint's features, with the log of a run; returns its file's URL and content."""
     cfg = source.cfg
     encoder = pretrained_encoder(cfg, source.state, source.url)
     kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))

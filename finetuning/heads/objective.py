@@ -42,10 +42,7 @@ def metric_name(metric: str) -> str:
 
 
 def target_scale(cohort: Cohort) -> tuple[float, float]:
-    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1.
-
-    Raises UserError where the value does not vary.
-    """
+    """Mean and deviation of a value on TRAIN, else 0 and 1; UserError where it does not vary."""
     if cohort.kind != "regression":
         return 0.0, 1.0
     train = cohort.fold == TRAIN
@@ -60,9 +57,7 @@ def target_scale(cohort: Cohort) -> tuple[float, float]:
 
 
 def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor) -> Tensor:
-    """Loss of each volume and value, [B, T] (of several heads: [G, B, C] -> [G, B, T]); T = 1 but for
-    multilabel.
-    """
+    """Losses [B, T], T = 1 but for multilabel; of several heads [G, B, C] -> [G, B, T]."""
     if kind == "regression":
         return (outputs_BC - target_BT).square()
     if kind == "multilabel":
@@ -136,10 +131,7 @@ def judge(cohort: Cohort, outputs_nC: Tensor, scale: tuple[float, float]) -> tup
 
 
 def validation_score(predictions: Predictions) -> float:
-    """The metric of METRICS for this kind of task; larger is better.
-
-    A label of a multilabel task with only one value has no AUROC and is left out; 0.5 where none has one.
-    """
+    """The metric of METRICS, larger is better; a label with one value is left out, 0.5 where all are."""
     truth, scores = predictions.truth, predictions.scores
     if predictions.kind == "regression":
         return -float(np.mean((scores - truth) ** 2))

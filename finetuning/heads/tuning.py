@@ -176,10 +176,7 @@ def checkpoint_state(tuning: Tuning, progress: Progress) -> dict[str, Any]:
 
 
 def restore(tuning: Tuning) -> Progress:
-    """Load this run's newest intact checkpoint, if any; returns the progress.
-
-    The first process of the group reads, and all of them load what it has.
-    """
+    """The progress of this run's newest intact checkpoint, if any, which one process reads and all load."""
     runtime = tuning.runtime
     group = runtime.group
     runtime.mark_step()
@@ -198,9 +195,7 @@ def restore(tuning: Tuning) -> Progress:
 
 
 def _read(tuning: Tuning) -> dict[str, Any] | None:
-    """Weights, moments and progress of the newest intact checkpoint; None where there is none. Raises
-    UserError where it is another run's.
-    """
+    """Weights, moments, progress of the newest intact checkpoint, if any; UserError for another run's."""
     cfg, source = tuning.cfg, tuning.source
     where = str(cfg.train.ckpt_dir)
     state = load_newest(where, cfg.data.storage_options)
@@ -234,9 +229,7 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
 
 
 def settle_memory(tuning: Tuning, step: int) -> Tuning:
-    """The fine-tuning with the largest per-core batch that fits every process, before the first update.
-    Raises UserError when one volume does not fit.
-    """
+    """The fine-tuning with the largest per-core batch that fits every process; UserError where none does."""
     model, runtime = tuning.model, tuning.runtime
 
     def work_of(cfg: Config) -> Callable[[], None]:

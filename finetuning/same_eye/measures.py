@@ -46,10 +46,7 @@ def nearest(features_nF: np.ndarray, eye: np.ndarray, person: np.ndarray, device
 
 
 def icc(values_ND: np.ndarray, draws_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """ICC(2,1) and ICC(3,1), each [S], of N eyes on D devices; draws_SN: how often a resample has each eye.
-
-    NaN for a resample in which nothing varies.
-    """
+    """ICC(2,1), ICC(3,1), each [S], of N eyes on D devices; draws_SN: how often a resample has each eye."""
     n, num = draws_SN.sum(axis=1), values_ND.shape[1]
     values_ND = values_ND - values_ND.mean()
     eye_N, whole_S = values_ND.mean(axis=1), draws_SN @ values_ND.mean(axis=1) / n

@@ -27,12 +27,12 @@ from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.cohort.source import Source, evaluated_config
 from finetuning.evaluate import main
-from finetuning.features.pooled import embed_rows, random_encoder
+from finetuning.features.pooled import random_encoder
 from finetuning.features.probing import of_rows, probe
 from finetuning.heads.calibration import Calibration
 from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
-from tests.support.finetune_factory import PEOPLE, RUNTIME, config, make_world, save_checkpoint
+from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, make_world, save_checkpoint
 from utils.checkpoint import load_checkpoint
 from utils.cli import run_cli
 from utils.errors import ConfigError, UserError

@@ -15,11 +15,14 @@ import pandas as pd
 import torch
 from torch import nn
 
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches
+from data_setup.normalisation import plain_view
 from data_setup.resample import NEAREST, Resampled
 from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from models.probes.features import embed
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
 from utils.config.load import load_config, to_yaml
@@ -151,6 +154,14 @@ def index_store(records: Sequence[Mapping[str, Any]]) -> PreparedStore:
     return PreparedStore("memory://store", None, None, {}, index.set_index("row", drop=False))
 
 
+def embed_rows(
+    encoder: nn.Module, cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+) -> np.ndarray:
+    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
+    batches = map(runtime.to_device, evaluation_batches(cfg, store, rows, EVALUATION_BATCH))
+    return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
+
+
 def three_folds(seed: int, people: int = 36) -> list[Cohort]:
     """Crossfit over people with a volume each, of two classes: fold k is evaluated, k + 1 is val."""
     part = np.random.default_rng(seed).permutation(people) % 3
@@ -180,3 +191,17 @@ def assert_no_gain(gains: Sequence[float]) -> None:
     """Whoever chooses without having seen the evaluated people gains nothing on noise."""
     error = np.std(gains, ddof=1) / np.sqrt(len(gains))
     assert abs(np.mean(gains)) < 2 * error, f"{np.mean(gains):+.3f}, standard error {error:.3f}"
+
+
+def image_encoder(folder: Path) -> str:
+    """A Hugging Face image encoder of a tiny configuration with random weights."""
+    from transformers import ViTConfig, ViTModel
+
+    tiny = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32
+    )
+    ViTModel(tiny, add_pooling_layer=False).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
+    )
+    return str(folder)

@@ -95,10 +95,10 @@ def reliability_plot(predictions: Predictions) -> Figure:
     figure = Figure(figsize=(SIDE, SIDE * 1.25), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     above.plot([0, 1], [0, 1], **CHANCE)
-    above.plot(points.confidence, points.accuracy, marker="o", color=COLOURS[0])
+    above.plot(points["confidence"], points["accuracy"], marker="o", color=COLOURS[0])
     above.set(xlim=(-FULL, 1 + FULL), ylim=(-FULL, 1 + FULL), ylabel="share of right units")
     above.set_title(f"ECE {observed(predictions).overall['ece'][0]:.3f}", fontsize="medium")
-    below.bar(points.confidence, points.count, width=0.03, color=COLOURS[0])
+    below.bar(points["confidence"], points["count"], width=0.03, color=COLOURS[0])
     below.set(ylabel="units", xlabel="highest probability, mean of the bin")
     return figure
 

@@ -44,15 +44,6 @@ class Measures:
     by_class: Mapping[str, np.ndarray]  # name -> [S, C]; multilabel: a column a label; regression: none
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """Points of a reliability plot: the bins that hold a unit."""
-
-    confidence: np.ndarray  # mean highest probability [bins]
-    accuracy: np.ndarray  # share of right units [bins]
-    count: np.ndarray  # units [bins]
-
-
 def observed(predictions: Predictions) -> Measures:
     """The metrics of the predictions themselves, S = 1."""
     return measure(predictions, np.ones((1, len(predictions.unit))))
@@ -111,8 +102,10 @@ def at_threshold(predictions: Predictions, threshold_U: np.ndarray, counts_SU: n
     return Measures(*_of_confusion(confusion_SCC))
 
 
-def reliability(predictions: Predictions) -> Reliability:
-    """The points of the reliability plot; of all labels together for multilabel."""
+def reliability(predictions: Predictions) -> dict[str, np.ndarray]:
+    """The points of the reliability plot, a number for each bin that holds a unit: mean highest probability
+    `confidence`, share of right units `accuracy`, units `count`; of all labels together for multilabel.
+    """
     confidence, is_right = (
         np.concatenate(parts)
         for parts in zip(*(_confidence(p.truth[:, 0], p.scores) for p in tasks_of(predictions)), strict=True)
@@ -121,7 +114,7 @@ def reliability(predictions: Predictions) -> Reliability:
     count = np.bincount(bin_U, minlength=NUM_BINS)
     used = count > 0
     mean = [np.bincount(bin_U, v, minlength=NUM_BINS)[used] / count[used] for v in (confidence, is_right)]
-    return Reliability(mean[0], mean[1], count[used])
+    return {"confidence": mean[0], "accuracy": mean[1], "count": count[used]}
 
 
 def auroc(is_positive_U: np.ndarray, score_U: np.ndarray, counts_SU: np.ndarray) -> np.ndarray:

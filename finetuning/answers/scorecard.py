@@ -53,12 +53,7 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
     result = metrics_of(observed(predictions), measure(predictions, counts))
     if predictions.kind == "regression":
         return result
-    points = reliability(predictions)
-    result["reliability"] = {
-        "confidence": points.confidence.tolist(),
-        "accuracy": points.accuracy.tolist(),
-        "count": points.count.tolist(),
-    }
+    result["reliability"] = {name: values.tolist() for name, values in reliability(predictions).items()}
     if predictions.kind == "multilabel":
         return result
     num_classes = len(predictions.names)

@@ -21,7 +21,7 @@ from finetuning.answers.evaluation import Asked
 from finetuning.answers.evaluation_files import predictions_table
 from finetuning.answers.head_evaluation import evaluate_head
 from finetuning.answers.scorecard import difference, people_of_classes, scorecard
-from finetuning.answers.subgroups import age_band, subgroups
+from finetuning.answers.subgroups import group_of_volumes, subgroups
 from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.predictions import Predictions, Scored
@@ -262,8 +262,8 @@ def test_a_group_pools_its_own_volumes() -> None:
 
 def test_bands_of_age() -> None:
     ages = {49.9: "under 50", 50.0: "50-59", 59.9: "50-59", 60.0: "60-69", 79.0: "70-79", 80.0: "80 and over"}
-    assert {age: age_band(age) for age in ages} == ages
-    assert age_band(np.nan) == "unknown"
+    index = index_of(age=[*ages, np.nan])
+    assert group_of_volumes(index, np.arange(7), "age").tolist() == [*ages.values(), "unknown"]
 
 
 def test_the_threshold_comes_from_validation() -> None:

@@ -151,10 +151,10 @@ def test_calibration_equals_scikit_learn(ties: bool) -> None:
     confidence, right = p.scores.max(axis=1), decided(p.scores) == p.truth[:, 0]
     accuracy, mean = calibration_curve(right, confidence, n_bins=NUM_BINS, strategy="uniform")
     points = reliability(p)
-    np.testing.assert_allclose(points.accuracy, accuracy, **CLOSE)
-    np.testing.assert_allclose(points.confidence, mean, **CLOSE)
-    assert points.count.sum() == 200
-    error = np.average(np.abs(accuracy - mean), weights=points.count)
+    np.testing.assert_allclose(points["accuracy"], accuracy, **CLOSE)
+    np.testing.assert_allclose(points["confidence"], mean, **CLOSE)
+    assert points["count"].sum() == 200
+    error = np.average(np.abs(accuracy - mean), weights=points["count"])
     np.testing.assert_allclose(observed(p).overall["ece"], [error], **CLOSE)
 
 

@@ -242,9 +242,7 @@ def _leader(bests: Sequence[Best[Member]]) -> int:
     return max(range(len(bests)), key=lambda g: bests[g].rank)
 
 
-def _chosen(
-    grid: Grid, bests: list[Best[Member]], kind: str, centre: float, spread: float
-) -> tuple[nn.Module, dict[str, Any]]:
+def _chosen(grid: Grid, bests: list[Best[Member]], task: Task) -> tuple[nn.Module, dict[str, Any]]:
     """The best member as a head that predicts in the label's own unit."""
     number = _leader(bests)
     best = bests[number]

@@ -86,7 +86,6 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
         asked,
         rows,
         ("Pre-training", "random initialisation"),
-        first.features(),
         {"name": "probe", "url": url, "sha256": state["checksum"], "step": state["step"]},
         [note],
     )

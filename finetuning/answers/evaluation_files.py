@@ -86,8 +86,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
             + [estimate(group["metrics"] and group["metrics"][name]) for name in names]
             for group in groups
         ]
-        note = content["device_sentence"] if column == "device" else ""
-        tables.append(Table(f"By {column}", [column, "participants", "units", *titles], rows, note))
+        tables.append(Table(f"By {column}", [column, "participants", "units", *titles], rows))
     return tables
 
 

@@ -21,7 +21,6 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_
 from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.probing import of_rows
 from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from utils.config.load import storage_options_of
@@ -60,8 +59,8 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
 def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     """Predict, write all files; returns the content of evaluation.json."""
     cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
-    kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))
     if cfg.eval.protocol == "crossfit":
+        kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))
         scores, of_val = zip(*(scores_of_fold(kept, cohort) for cohort in cohorts), strict=True)
         facts = {"validation": float(np.mean(of_val))}
         how = [
@@ -79,7 +78,6 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         asked,
         [first, constant],
         ("The head", "one prediction for all"),
-        of_rows(asked.rows, kept.pooled(asked.rows)),
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
         [f"The head: {kind} {head.state['encoder']['url']}.", *how],
     )

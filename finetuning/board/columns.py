@@ -80,10 +80,10 @@ def device_tables(entry: Entry, question: Question) -> dict[str, Cell]:
     devices = [(c, device_of(question.volumes, c)) for c in question.cohorts]
     names = sorted({name for _, of in devices for name in of.tolist()})
     for name in names:
-        without = [keep(c, np.where(c.fold == EVALUATED, of == name, of != name)) for c, of in devices]
+        without = [c.where(np.where(c.fold == EVALUATED, of == name, of != name)) for c, of in devices]
         if all(map(_can_be_learnt, without)):
             cells[f"without {name}"] = _probed_cell([probe(without, entry.features())])
-        alone = [keep(c, (c.fold == EVALUATED) | (of == name)) for c, of in devices]
+        alone = [c.where((c.fold == EVALUATED) | (of == name)) for c, of in devices]
         if not all(map(_can_be_learnt, alone)):
             continue
         probed = probe(alone, entry.features())
@@ -168,12 +168,6 @@ NEEDS_ENCODER = {ATTENTIVE, TUNED}
 def device_of(volumes: Volumes, cohort: Cohort) -> np.ndarray:
     """The device folder of every volume of a cohort, str [n]."""
     return volumes.store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
-
-
-def keep(cohort: Cohort, chosen: np.ndarray) -> Cohort:
-    """The cohort with some of its volumes, bool [n]."""
-    columns = {name: getattr(cohort, name)[chosen] for name in ("rows", "fold", "target", "unit", "person")}
-    return replace(cohort, **columns)
 
 
 def _can_be_learnt(cohort: Cohort) -> bool:

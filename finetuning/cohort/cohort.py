@@ -57,6 +57,11 @@ class Cohort:
         """Numbers that a head predicts: one a class, one a label, or one value."""
         return 1 if self.kind == "regression" else len(self.names)
 
+    def where(self, chosen: np.ndarray) -> Cohort:
+        """Some of the volumes: a mask [n] or places."""
+        names = ("rows", "fold", "target", "unit", "person")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+
 
 def read_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -> list[Cohort]:
     """The cohorts of eval.protocol: one, or one a fold; `seen` are the people of pre-training."""
@@ -216,8 +221,7 @@ def _take(cohort: Cohort, sides: Sequence[np.ndarray]) -> Cohort:
     """The cohort whose folds are these rows of `cohort`: a mask [n] a fold."""
     at = np.concatenate([np.flatnonzero(side) for side in sides])
     fold = np.repeat(np.arange(len(sides)), [int(side.sum()) for side in sides])
-    columns = {name: getattr(cohort, name)[at] for name in ("rows", "target", "unit", "person")}
-    return replace(cohort, fold=fold, **columns)
+    return replace(cohort.where(at), fold=fold)
 
 
 def _classes(cohort: Cohort, fold: int | None = None) -> list[int]:

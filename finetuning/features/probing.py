@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.predictions import Scored
 from models.probes.hidden import fit_hidden_classes, fit_hidden_value
@@ -51,35 +50,6 @@ def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False
 def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
     """Features of store rows, ascending, for any cohort of them."""
     return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
-
-
-def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> list[Cohort]:
-    """The same folds with the device as the class, a unit for each person and device.
-
-    Volumes whose device the training fold lacks are left out; empty where fewer than two devices are in
-    the training, or any in another fold.
-    """
-    parts = []
-    names = tuple(
-        sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
-    )
-    for cohort in cohorts:
-        device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
-        known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))
-        part = Cohort(
-            "classification",
-            names,
-            cohort.rows[known],
-            cohort.fold[known],
-            np.searchsorted(names, device[known]).astype(np.float64)[:, None],
-            np.char.add(np.char.add(cohort.person[known], "_"), device[known]),
-            cohort.person[known],
-        )
-        devices = len(np.unique(part.target[part.fold == TRAIN]))
-        if devices < 2 or not all((part.fold == fold).any() for fold in (VAL, EVALUATED)):
-            return []
-        parts.append(part)
-    return parts
 
 
 def _fit(cohort: Cohort, features_nF: np.ndarray, is_hidden: bool) -> list[Fitted]:

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.metrics import observed
-from finetuning.board import columns
 from finetuning.cohort.cohort import EVALUATED, Cohort
 from finetuning.cohort.source import Source
 from finetuning.features import entries, probing
@@ -103,7 +102,7 @@ def test_each_fold_has_its_own_encoder() -> None:
     ]
     entry = fold_by_fold(parts, folds, "random_by_fold", "random")
     for number, cohort in enumerate(folds):
-        for part in (cohort, columns.keep(cohort, (cohort.fold != EVALUATED) | (cohort.rows > 25))):
+        for part in (cohort, cohort.where((cohort.fold != EVALUATED) | (cohort.rows > 25))):
             assert (entry.features()(part) == number).all()
             assert entry.encoder is not None
             assert entry.encoder(part) == number

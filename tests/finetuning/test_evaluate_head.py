@@ -104,7 +104,6 @@ def test_rows_beside_the_head_and_the_verdict(evaluated: tuple[Path, dict[str, A
     text = (run / "evaluation.md").read_text()
     assert content["verdict"] in text
     assert "12 participants; split test of the official splits" in text
-    assert "A probe for the device on the same features: balanced accuracy" in text
     assert "**6 participants in the smallest class are too few: below 12 intervals are too narrow" in text
     assert " | 12 (too few) | 12 | " in text
     for name in ("confusion", "roc", "precision_recall", "reliability"):
@@ -381,7 +380,7 @@ def test_the_encoder_may_be_named_by_its_run(world: Path, tmp_path: Path, no_fig
 
 @pytest.mark.parametrize("column", ["device", "laterality", "clinical_site", "age"])
 def test_a_corrected_index_is_another_question(world: Path, tmp_path: Path, column: str) -> None:
-    """Subgroups and the probe for the device rest on the index; its voxels are the same."""
+    """Subgroups rest on the index; its voxels are the same."""
     cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)
     cohort = read_cohort(cfg, store)

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from finetuning.answers.metrics import decided, observed, reliability, tasks_of
+from finetuning.cohort.metrics import decided, observed, reliability, tasks_of
 from finetuning.cohort.predictions import Predictions
 from models.probes.intervals import confusion_draws
 

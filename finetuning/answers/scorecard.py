@@ -1,7 +1,7 @@
 """What evaluation.json says of one head or probe: its metrics with intervals, as plain values.
 
 In: `Scored`. Out: dictionaries for JSON. A metric that does not exist is None, never 0. Intervals: 95 %,
-bootstrap over people (finetuning.answers.metrics.bootstrap_counts).
+bootstrap over people (finetuning.cohort.metrics.bootstrap_counts).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from finetuning.answers.answer import estimated
-from finetuning.answers.metrics import (
+from finetuning.cohort.cohort import VAL
+from finetuning.cohort.metrics import (
     PRIMARY,
     Measures,
     at_threshold,
@@ -25,7 +26,6 @@ from finetuning.answers.metrics import (
     reliability,
     youden_threshold,
 )
-from finetuning.cohort.cohort import VAL
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.power import NUM_ERRORS, pilot_disagreement, smallest_difference
 from models.probes.intervals import confusion_draws, doubt, recall_parts

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetuning.answers.metrics import PRIMARY, bootstrap_counts, measure, observed
 from finetuning.answers.scorecard import metrics_of, people_of_classes
 from finetuning.cohort.cohort import EVALUATED
+from finetuning.cohort.metrics import PRIMARY, bootstrap_counts, measure, observed
 from finetuning.cohort.predictions import Predictions, Scored
 from models.probes.intervals import too_few
 

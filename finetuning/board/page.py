@@ -1,7 +1,7 @@
 """The leaderboard as files: leaderboard.md, leaderboard.csv, leaderboard.png.
 
 In: a `Board`. Out: the files in its folder, and the Markdown as text. Every number is the primary metric of
-the task's kind (finetuning.answers.metrics.PRIMARY).
+the task's kind (finetuning.cohort.metrics.PRIMARY).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Estimate
 from finetuning.answers.evaluation import few_people
-from finetuning.answers.metrics import PRIMARY
 from finetuning.answers.scorecard import people_of_classes
 from finetuning.board.answers import Cells
 from finetuning.board.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT
 from finetuning.board.comparison import Comparison, compare, estimate
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.metrics import PRIMARY
 from finetuning.features.entries import Entry
 from models.probes import intervals
 from models.probes.intervals import ALPHA

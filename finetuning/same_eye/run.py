@@ -20,9 +20,9 @@ from sklearn.preprocessing import StandardScaler
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, Content, estimated, looks, protocol_of
-from finetuning.answers.metrics import interval
 from finetuning.cohort.cohort import TRAIN, Cohort, count_seen, seen_by_head
 from finetuning.cohort.ledger import digest, look_at
+from finetuning.cohort.metrics import interval
 from finetuning.cohort.source import check_fit, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import pretrained_encoder, random_encoder

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.metrics import observed
 from finetuning.cohort.cohort import EVALUATED, Cohort
+from finetuning.cohort.metrics import observed
 from finetuning.cohort.source import Source
 from finetuning.features import entries, probing
 from finetuning.features.entries import Entry, Volumes, best_random, fold_by_fold, short_names

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.metrics import bootstrap_counts, measure
 from finetuning.answers.scorecard import difference, gains
 from finetuning.board import columns
 from finetuning.board.answers import Cell
@@ -22,6 +21,7 @@ from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.leaderboard import Words, leaderboard, protocol_of
 from finetuning.board.page import Board, cautions, results_of, verdicts, write_pages
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
+from finetuning.cohort.metrics import bootstrap_counts, measure
 from finetuning.cohort.predictions import Predictions, pool
 from finetuning.compare import parse
 from finetuning.features import probing

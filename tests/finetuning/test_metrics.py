@@ -11,7 +11,7 @@ import pytest
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
-from finetuning.answers.metrics import (
+from finetuning.cohort.metrics import (
     NUM_BINS,
     at_threshold,
     bootstrap_counts,

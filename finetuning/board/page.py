@@ -115,37 +115,23 @@ def sentences(board: Board, results: Results) -> list[str]:
     shown = [c for c in results.comparisons if c.shown]
     doubted = sum(bool(c.doubt) for c in results.comparisons)
     unclear = f"; of {doubted} nothing can be said" if doubted else ""
-    smallest = max((c.could_have_shown for c in results.comparisons), default=None)
+    order = "validation"
+    if board.cfg.eval.protocol == "crossfit":
+        order = "name: the validation participants of a fold are evaluated in another"
     unique = {person for c in board.cohorts for person in c.person[c.fold == EVALUATED].tolist()}
     looked = "this command added it" if board.is_new_look else "all answers were kept, this was no new one"
     lines = [
         f"Look {board.look} of this split ({looked}).",
         f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
         f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
-        f"{_order(board)} linear: logistic or ridge probe on pooled frozen features, C chosen on "
-        "validation; hidden: one hidden layer. Means over seeds where seeds differ: low-shot draws, trained "
-        "heads.",
+        f"Ordered by {order}. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
         + f" (Holm's p below {ALPHA:g} over all of them{unclear}).",
     ]
-    if smallest is not None:
-        lines.append(
-            f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
-        )
     if board.store.attrs["synthetic"]:
         lines.append("On synthetic data: it says nothing about real retinas.")
     return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
-
-
-def _order(board: Board) -> str:
-    """How rows are ordered, in words."""
-    if board.cfg.eval.protocol == "official":
-        return "Ordered by validation."
-    return (
-        "Ordered by name: the validation participants of a fold are evaluated in another, so an order by "
-        "validation would not be independent of the evaluated numbers."
-    )
 
 
 def _where(board: Board) -> str:

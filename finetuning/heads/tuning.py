@@ -209,17 +209,12 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
     refuse_changes(
         config_of_yaml(state["config"], where, to_go_on=True), cfg, where, moved=keys_with("is_place")
     )
+    data, truth = cfg.data.store, cohort_checksum(tuning.cohort, tuning.store)
     expected = {
-        "total_steps": (
-            tuning.calendar.total,
-            f"a run of {state['total_steps']} updates, which its rates rest on,",
-        ),
+        "total_steps": (tuning.calendar.total, f"a run of {state['total_steps']} updates"),
         "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
-        "cohort_sha256": (
-            cohort_checksum(tuning.cohort, tuning.store),
-            f"the labelled volumes of {cfg.data.store}",
-        ),
-        "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {cfg.data.store}"),
+        "cohort_sha256": (truth, f"the labelled volumes of {data}"),
+        "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {data}"),
     }
     for key, (value, text) in expected.items():
         if state[key] != value:

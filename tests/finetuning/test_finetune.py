@@ -463,7 +463,7 @@ def test_another_encoder_or_another_truth_is_not_gone_on_with(world: Path, tmp_p
     cohort.target[0] = 1 - cohort.target[0]
     with pytest.raises(UserError, match=r"expected the labelled volumes of .* as the run began"):
         finetune(source, store, cohort, RUNTIME)
-    with pytest.raises(UserError, match=r"expected a run of 1 updates, .* as the run began, found another"):
+    with pytest.raises(UserError, match=r"expected a run of 1 updates as the run began, found another"):
         run_task(world, tmp_path, "train.max_steps=2", "train.val_every_steps=1")
     with pytest.raises(UserError, match=r"train\.ckpt_dir: expected a folder for the best epoch, found null"):
         run_task(world, tmp_path, "train.ckpt_dir=null")

@@ -242,21 +242,6 @@ def test_order_is_that_of_validation(
     assert "mean A-scan profile | 0.100 | 1.000" in table[-1]
 
 
-def test_the_random_seed_is_chosen_on_validation(
-    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vals = {"random_0": 0.4, "random_1": 0.7, "random_2": 0.6}
-    cell = Cell((units([0, 1, 0, 1], [0, 1, 0, 1]),), (0.5,), 4)
-    monkeypatch.setitem(
-        columns.COLUMNS,
-        "linear",
-        lambda entry, question: {"linear": replace(cell, val_scores=(vals.get(entry.name, 0.5),))},
-    )
-    result = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
-    assert [row.entry.name for row in result.rows if row.entry.name.startswith("random")] == ["random_1"]
-    assert "(seed 0: 0.400, seed 1: 0.700, seed 2: 0.600)" in result.notes[0]
-
-
 def test_one_checkpoint_more_asks_for_its_own_answers_alone(
     world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,18 +28,12 @@ from tests.support.finetune_factory import (
     assert_no_gain,
     config,
     image_encoder,
-    make_world,
     noise,
     three_folds,
 )
 from utils.errors import UserError
 
 NO_VOLUMES = cast(Volumes, SimpleNamespace(cfg=SimpleNamespace(seed=0)))  # the noise stands for features
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def of_noise(trial: int) -> Callable[..., Entry]:

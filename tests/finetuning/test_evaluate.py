@@ -25,11 +25,11 @@ from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (
     CONFIG,
     PEOPLE,
+    PREPARED,
     RUNTIME,
     SIZE,
     config,
     embed_rows,
-    make_world,
     save_checkpoint,
     silence,
     write_labels,
@@ -41,12 +41,6 @@ from utils.config.load import to_yaml
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report import cli as report
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two volumes per participant and two devices, with labels; class alternates."""
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)
@@ -121,16 +115,7 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
         "metrics.jsonl": '{"step": 1, "train/loss": 1.0}\n',
         "config.yaml": to_yaml(cfg),
         "provenance.json": "{}",
-        "prepare_report.json": json.dumps(
-            {
-                "kept": 72,
-                "rejected": {},
-                "synthetic": True,
-                "by_device": {},
-                "by_protocol": {},
-                "run": {"audit": None},
-            }
-        ),
+        "prepare_report.json": json.dumps(PREPARED),
     }.items():
         (tmp_path / name).write_text(content)
     report.main([str(tmp_path)])

@@ -32,15 +32,10 @@ from finetuning.features.probing import of_rows, probe
 from finetuning.heads.calibration import Calibration
 from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
-from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, make_world, save_checkpoint
+from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, save_checkpoint
 from utils.checkpoint import load_checkpoint
 from utils.cli import run_cli
 from utils.errors import ConfigError, UserError
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def save_head(world: Path, run: Path, seed: int = 0, **change: Any) -> str:

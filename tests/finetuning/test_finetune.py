@@ -45,9 +45,6 @@ NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_world(tmp_path_factory.mktemp("world"))
-    counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
-    counts |= {"by_device": {}, "by_protocol": {}}
-    (root / "store" / "prepare_report.json").write_text(json.dumps(counts))
     save_checkpoint(config(root, root / "pretrained"))
     return root
 

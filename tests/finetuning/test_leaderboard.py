@@ -37,7 +37,6 @@ from tests.support.finetune_factory import (
     RUNTIME,
     config,
     image_encoder,
-    make_world,
     save_checkpoint,
     silence,
 )
@@ -56,13 +55,6 @@ def _one_penalty() -> Iterator[None]:
         patch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
         patch.setattr(hidden, "MOST_STEPS", 15)
         yield
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = make_world(tmp_path_factory.mktemp("world"))
-    (root / "store" / "prepare_report.json").write_text("{}")  # runs of fine-tuning copy it
-    return root
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ has both eyes, and devices are balanced over the classes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ SIZE = (8, 24, 32)
 PEOPLE = {"train": 16, "val": 8, "test": 12}
 DEVICES = ("zeiss_cirrus", "topcon_triton")
 SITES = ("UW", "UCSD", "UAB")
+PREPARED = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
+PREPARED |= {"by_device": {}, "by_protocol": {}}  # prepare_report.json, which a run copies
 RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
 
 
@@ -92,7 +95,7 @@ def make_world(root: Path, people: Mapping[str, int] = PEOPLE, classes: str = "a
     header = ["person_id", "clinical_site", "study_group", "age", "recommended_split", "band_rows"]
     table = "".join("\t".join(map(str, line)) + "\n" for line in [header, *lines])
     (root / "participants.tsv").write_text(table)
-    (root / "store" / "prepare_report.json").write_text("{}")  # a run copies it
+    (root / "store" / "prepare_report.json").write_text(json.dumps(PREPARED))
     return root
 
 
@@ -104,11 +107,8 @@ def write_labels(path: Path, label: Callable[[str, int], str]) -> None:
 
 def config(root: Path, run: Path, *overrides: str) -> Config:
     """The smoke test's configuration for the store of make_world, with a grid of 2 x 3 x 4."""
-    small = ["spatial.image_size=[8,24,32]"]
-    small += [
-        "data.workers=0",
-        "train.use_bf16=false",
-    ]  # a worker imports torch, which takes longer than the test
+    # no workers: one imports torch, which takes longer than the test
+    small = ["spatial.image_size=[8,24,32]", "data.workers=0", "train.use_bf16=false"]
     place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}"]
     return load_config(CONFIG, [*small, *place, *overrides])
 

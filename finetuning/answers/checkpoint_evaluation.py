@@ -94,11 +94,7 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
 
 def _row(asked: Asked, entry: Entry) -> Row:
     probed = probe(asked.cohorts, entry.features())
-    facts = {
-        "chosen_c": probed.chosen_c,
-        "val_score": probed.val_score,
-        "num_features": probed.num_features,
-    }
+    facts = {"chosen_c": probed.chosen_c, "val_score": probed.val_score, "num_features": probed.num_features}
     return Row(entry.name, entry.label, probed.scored, facts)
 
 

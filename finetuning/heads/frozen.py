@@ -35,14 +35,7 @@ from finetuning.features.pooled import pretrained_encoder
 from finetuning.heads.calibration import calibrate
 from finetuning.heads.epochs import Best, Epochs, hand_over
 from finetuning.heads.head_file import Standardise, head_state
-from finetuning.heads.objective import (
-    METRICS,
-    Task,
-    judge,
-    metric_name,
-    row_losses,
-    to_scores,
-)
+from finetuning.heads.objective import METRICS, Task, judge, metric_name, row_losses, to_scores
 from models.heads import build_head, reads_tokens, rescale_output
 from models.optimizer import warmup_cosine
 from utils.config.schema import Config

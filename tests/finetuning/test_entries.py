@@ -23,14 +23,7 @@ from finetuning.features.probing import probe
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import yardsticks
 from models.probes.participants import fit_logistic
-from tests.support.finetune_factory import (
-    RUNTIME,
-    assert_no_gain,
-    config,
-    image_encoder,
-    noise,
-    three_folds,
-)
+from tests.support.finetune_factory import RUNTIME, assert_no_gain, config, image_encoder, noise, three_folds
 from utils.errors import UserError
 
 NO_VOLUMES = cast(Volumes, SimpleNamespace(cfg=SimpleNamespace(seed=0)))  # the noise stands for features

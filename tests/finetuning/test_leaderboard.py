@@ -68,16 +68,8 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: object) -> Words:
     """The command line for the two runs."""
-    small = (
-        "data.workers=0",
-        f"run.dir={run_dir}",
-        f"train.ckpt_dir={run_dir / 'checkpoints'}",
-    )
-    base = Words(
-        str(LINEAR_PROBE),
-        (*small, *overrides),
-        (str(runs / "good"), str(runs / "silent")),
-    )
+    small = ("data.workers=0", f"run.dir={run_dir}", f"train.ckpt_dir={run_dir / 'checkpoints'}")
+    base = Words(str(LINEAR_PROBE), (*small, *overrides), (str(runs / "good"), str(runs / "silent")))
     return replace(base, **changes)  # type: ignore[arg-type]  # a test's keywords: any field of Words
 
 

@@ -141,10 +141,7 @@ def test_the_log_follows_the_pair_that_leads(world: Path) -> None:
         assert other == pytest.approx(one)
     assert [step for step, _ in scored] == [per_epoch * n for n in range(1, 9)]
     kept = scored[trained[1]["epoch"] - 1][1]
-    assert kept == {
-        "val/loss": trained[1]["loss"],
-        "val/balanced_accuracy": trained[1]["score"],
-    }
+    assert kept == {"val/loss": trained[1]["loss"], "val/balanced_accuracy": trained[1]["score"]}
 
 
 def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from finetuning.cohort import source as sources
 from finetuning.cohort.cohort import EVALUATED, count_overlap, read_cohorts
 from finetuning.cohort.source import Source, check_fit
 from finetuning.features.entries import Entry, Volumes, best_random, encoder_entry, plain_entries
-from finetuning.features.feature_map import write_feature_map
 from finetuning.features.probing import probe
 from utils import storage
 from utils.checkpoint import load_checkpoint
@@ -73,8 +72,6 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
     )
     volumes, source = Volumes(cfg, store, asked.rows, runtime), Source(cfg, url, state)
     first = encoder_entry(volumes, source, "pretrained", "pre-trained encoder (EMA target)")
-    about = f"{url.rpartition('/')[2]} (step {state['step']})"
-    write_feature_map(cfg.run.dir, asked.cohort, first.features()(asked.cohort), store.index, about)
 
     def vals_of(entry: Entry) -> list[float]:
         return [probe([cohort], entry.features()).val_score for cohort in asked.cohorts]

@@ -32,7 +32,7 @@ from finetuning.features.probing import of_rows, probe
 from finetuning.heads.calibration import Calibration
 from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
-from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, save_checkpoint
+from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, predictions, save_checkpoint
 from utils.checkpoint import load_checkpoint
 from utils.cli import run_cli
 from utils.errors import ConfigError, UserError
@@ -343,21 +343,18 @@ def test_a_look_at_all_folds_counts_with_those_of_the_leaderboard(world: Path, t
     assert count_looks(store.url, of_leaderboard) == before + 1
 
 
-def of_people(person: np.ndarray, truth: np.ndarray, chosen: np.ndarray) -> Predictions:
-    """Predictions of two classes for units of these people."""
-    unit = np.array([f"{name}_{number}" for number, name in enumerate(person)])
-    return Predictions(
-        "classification", ("a", "b"), unit, person, truth[:, None].astype(float), np.eye(2)[chosen]
-    )
-
-
 def test_a_second_eye_like_the_first_shows_nothing_more() -> None:
     """What a cohort could have shown, and how small its classes are, goes by people, not by units."""
     rng = np.random.default_rng(0)
     person, truth = np.array([f"p{n:03d}" for n in range(400)]), np.arange(400) % 2
     first, second = (np.where(rng.random(400) < 0.7, truth, 1 - truth) for _ in range(2))
-    one_eye = [of_people(person, truth, chosen) for chosen in (first, second)]
-    two_eyes = [of_people(*(np.repeat(v, 2) for v in (person, truth, chosen))) for chosen in (first, second)]
+
+    def of(copies: int) -> list[Predictions]:
+        labels, people_ = np.repeat(truth, copies), np.repeat(person, copies)
+        chosen = (np.eye(2)[np.repeat(part, copies)] for part in (first, second))
+        return [predictions("classification", labels, scores, people_) for scores in chosen]
+
+    one_eye, two_eyes = of(1), of(2)
     of_one, of_two = (difference(*pair, 2000, 0) for pair in (one_eye, two_eyes))
     assert of_two[0] == of_one[0]
     assert of_two[2] == pytest.approx(of_one[2], rel=0.1)

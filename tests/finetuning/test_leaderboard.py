@@ -37,6 +37,7 @@ from tests.support.finetune_factory import (
     RUNTIME,
     config,
     image_encoder,
+    predictions,
     save_checkpoint,
     silence,
 )
@@ -201,9 +202,7 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
 
 def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predictions:
     """Predictions of two classes, one unit a person."""
-    names = np.array([f"p{n:02d}" for n in range(len(labels))])
-    truth = np.array(labels, float)[:, None]
-    return Predictions("classification", ("a", "b"), names, names, truth, np.eye(2)[list(chosen)])
+    return predictions("classification", labels, np.eye(2)[list(chosen)])
 
 
 def test_order_is_that_of_validation(
@@ -300,14 +299,14 @@ def test_pairs_are_those_of_the_probe_table() -> None:
 
 
 def regression(offset_P: np.ndarray) -> Predictions:
-    truth_P, ids = np.arange(len(offset_P), dtype=float), np.array([f"{n:03d}" for n in range(len(offset_P))])
-    return Predictions("regression", ("v",), ids, ids, truth_P[:, None], (truth_P + offset_P)[:, None])
+    truth_P = np.arange(len(offset_P))
+    return predictions("regression", truth_P, (truth_P + offset_P)[:, None])
 
 
 def multilabel(people: int, right: bool) -> Predictions:
-    truth_P2 = np.stack([np.arange(people) % 2, np.arange(people) < 5], axis=1).astype(float)
-    ids, noise = np.array([f"{n:03d}" for n in range(people)]), np.random.default_rng(0).random((people, 2))
-    return Predictions("multilabel", ("x", "y"), ids, ids, truth_P2, truth_P2 if right else noise)
+    truth_P2 = np.stack([np.arange(people) % 2, np.arange(people) < 5], axis=1)
+    noise = np.random.default_rng(0).random((people, 2))
+    return predictions("multilabel", truth_P2, truth_P2 if right else noise)
 
 
 @pytest.mark.parametrize(

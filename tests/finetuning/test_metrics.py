@@ -23,17 +23,9 @@ from finetuning.cohort.metrics import (
     youden_threshold,
 )
 from finetuning.cohort.predictions import Predictions
+from tests.support.finetune_factory import predictions
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
-
-
-def predictions(
-    kind: str, truth: np.ndarray, scores: np.ndarray, person: np.ndarray | None = None
-) -> Predictions:
-    unit = np.array([f"u{number:04d}" for number in range(len(truth))])
-    names = tuple("abcdefg"[: scores.shape[1]])
-    truth = truth.astype(float).reshape(len(truth), -1)
-    return Predictions(kind, names, unit, unit if person is None else person, truth, scores)
 
 
 def case(seed: int, num_classes: int, num_units: int, *, ties: bool, missing: bool) -> Predictions:

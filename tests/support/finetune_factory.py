@@ -23,6 +23,7 @@ from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.predictions import Predictions
 from models.probes.features import embed
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
@@ -180,6 +181,14 @@ def three_folds(seed: int, people: int = 36) -> list[Cohort]:
         )
         for k in range(3)
     ]
+
+
+def predictions(kind: str, truth: Any, scores: Any, person: Any = None) -> Predictions:
+    """Scores [U, C] of units with this truth [U] or [U, T]; of `person` [U], or one person each."""
+    unit = np.array([f"u{number:04d}" for number in range(len(truth))])
+    truth, scores = np.asarray(truth, float).reshape(len(truth), -1), np.asarray(scores, float)
+    names = tuple("abcdefg"[: scores.shape[1]])
+    return Predictions(kind, names, unit, unit if person is None else np.asarray(person), truth, scores)
 
 
 def noise(trial: int, seed: int, people: int = 36) -> np.ndarray:

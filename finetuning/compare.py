@@ -3,8 +3,8 @@
     python -m finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints RUN OTHER
 
 In: checkpoints of pretraining.train or their runs' folders, a task's file of configs/, the prepared store,
-labels. Out, in `${run.dir}/leaderboard`: leaderboard.md, .csv, .html and .png, and the answers that they are
-made of, so the same command again computes only what is missing.
+labels. Out, in `${run.dir}/leaderboard`: leaderboard.md, .csv and .png, and the answers that they are made
+of, so the same command again computes only what is missing.
 
 Every row has the same splits, units, low-shot draws and probe. Rows: each checkpoint; random initialisation
 of the same architecture, the seed that is best on validation (in crossfit in each fold its own); a control
@@ -32,9 +32,7 @@ EXTRA_COLUMNS = ("low-shot", "devices", "attentive", "fine-tuned")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The words of the command line, whose overrides may stand anywhere, after --checkpoints too; raises
-    UserError where no checkpoint is named.
-    """
+    """The words of the command line; overrides may stand after --checkpoints. Raises UserError."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.allow_abbrev = False  # --checkpoint would be short for --checkpoints

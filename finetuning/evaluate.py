@@ -11,9 +11,9 @@ prepared store, labels. Out: a printed table, and in `${run.dir}` evaluation.jso
 predictions.parquet and figures/.
 
 A checkpoint: probes on its encoder (EMA target), on random initialisation (the seed that is best on
-validation, in each fold of crossfit its own) and on three baselines without an encoder, and once on permuted
-labels, which shows what chance is; then the paired difference pre-trained - random initialisation, its
-participant-bootstrap interval, and the sentence that it allows. All follow the protocol of
+validation, in each fold of crossfit its own) and on three baselines without an encoder; then the paired
+difference pre-trained - random initialisation, its participant-bootstrap interval, and the sentence that it
+allows. All follow the protocol of
 models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
 that pre-training did not see. A head: finetuning/answers/head_evaluation.py.
@@ -34,22 +34,15 @@ model.checkpoint
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from finetuning.cohort.labels import check_table
 from utils.cli import add_image_arguments, announce, parse_words, run_cli
 from utils.config.load import load_config, storage_options_of
-from utils.config.schema import DENSE_KINDS, Config
+from utils.config.schema import DENSE_KINDS
 from utils.errors import EXIT_STOPPED, UserError
 from utils.log import setup_logging
-
-if TYPE_CHECKING:
-    from finetuning.features.slices import SliceEncoder
-
-log = logging.getLogger(__name__)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -67,8 +60,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return asked
 
 
-def evaluate_any_head(asked: argparse.Namespace) -> str | None:
-    """The tables of a head of any kind as text; None where a signal stopped its folds."""
+def _page_of_head(asked: argparse.Namespace) -> str | None:
+    """The tables of a head of any kind; None where a signal stopped its folds."""
     from finetuning.answers.evaluation_files import markdown
     from finetuning.answers.head_evaluation import evaluate_head
     from finetuning.cohort.source import encoder_place, evaluated_config
@@ -76,24 +69,45 @@ def evaluate_any_head(asked: argparse.Namespace) -> str | None:
     from finetuning.dense.evaluation import evaluate
     from finetuning.dense.head import head_kind
     from finetuning.dense.kinds import KINDS
+    from finetuning.features.slices import image_encoder_of
+    from finetuning.same_eye.run import markdown as same_eye_page
+    from finetuning.same_eye.run import same_eye_of_head
 
     wanted, overrides = asked.head, asked.overrides
     options = storage_options_of(overrides)
-    kind = KINDS.get(head_kind(wanted, options))
-    if kind is None:
-        _refuse_image(asked)
-        return markdown(evaluate_head(wanted, overrides))
-    head = kind.open_head(wanted, options, encoder_place(overrides))
-    if evaluated_config(head.cfg, head.url, overrides).eval.protocol == "crossfit":
-        return crossfit(kind, source_of_head(head, overrides), _image(asked), overrides)
+    kind = None if asked.same_eye else KINDS.get(head_kind(wanted, options))
+    if kind is not None:
+        head = kind.open_head(wanted, options, encoder_place(overrides))
+        if evaluated_config(head.cfg, head.url, overrides).eval.protocol == "crossfit":
+            return crossfit(kind, source_of_head(head, overrides), image_encoder_of(asked), overrides)
     _refuse_image(asked)
-    return evaluate(kind, wanted, overrides)
+    if asked.same_eye:
+        return same_eye_page(same_eye_of_head(wanted, overrides))
+    return markdown(evaluate_head(wanted, overrides)) if kind is None else evaluate(kind, wanted, overrides)
 
 
-def _image(asked: argparse.Namespace) -> SliceEncoder | None:
+def _page_of_checkpoint(asked: argparse.Namespace) -> str | None:
+    """The same of a configuration, which may be a task's file: then it has the checkpoint's model."""
+    from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
+    from finetuning.cohort.source import is_task_file, open_source
+    from finetuning.cohort.unread import refuse_unread
+    from finetuning.dense.crossfit import crossfit
+    from finetuning.dense.kinds import KINDS
     from finetuning.features.slices import image_encoder_of
+    from finetuning.same_eye.run import markdown, same_eye
+    from utils.runtime.open import open_runtime
 
-    return image_encoder_of(asked)
+    file, overrides = asked.config, asked.overrides
+    cfg = open_source(file, overrides).cfg if is_task_file(file) else load_config(file, overrides)
+    if not asked.same_eye and cfg.task.kind in DENSE_KINDS and cfg.eval.protocol == "crossfit":
+        refuse_unread(cfg, file, overrides)
+        image = image_encoder_of(asked)
+        return crossfit(KINDS[cfg.task.kind], open_source(file, overrides), image, overrides)
+    _refuse_image(asked)
+    if asked.same_eye:
+        return markdown(same_eye(cfg, find_checkpoint(cfg)))
+    text = printed(evaluate(cfg, open_runtime(cfg.train.use_bf16)))
+    return f"{text}\nnext: python -m utils.report {shlex.quote(cfg.run.dir)}"
 
 
 def _refuse_image(asked: argparse.Namespace) -> None:
@@ -105,27 +119,6 @@ def _refuse_image(asked: argparse.Namespace) -> None:
         )
 
 
-def _folds_of_task(asked: argparse.Namespace, cfg: Config) -> str | None:
-    """The page of a dense task's file with crossfit; None where a signal stopped it."""
-    from finetuning.cohort.source import open_source
-    from finetuning.cohort.unread import refuse_unread
-    from finetuning.dense.crossfit import crossfit
-    from finetuning.dense.kinds import KINDS
-
-    refuse_unread(cfg, asked.config, asked.overrides)
-    source = open_source(asked.config, asked.overrides)
-    return crossfit(KINDS[cfg.task.kind], source, _image(asked), asked.overrides)
-
-
-def _config_of(asked: argparse.Namespace) -> Config:
-    """A whole configuration, or a task's file with the checkpoint's model."""
-    from finetuning.cohort import source
-
-    if source.is_task_file(asked.config):
-        return source.open_source(asked.config, asked.overrides).cfg
-    return load_config(asked.config, asked.overrides)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     asked = parse(argv)
@@ -133,29 +126,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_table(asked.config, asked.overrides)
     announce(f"finetuning.evaluate: {asked.config or asked.head}; the libraries load, which takes seconds")
     setup_logging()
-    # here: torch takes seconds to import, and a wrong command line is refused without it
-    from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
-    from finetuning.same_eye.page import markdown
-    from finetuning.same_eye.run import same_eye, same_eye_of_head
-    from utils.runtime.open import open_runtime
-
-    cfg = None if asked.head is not None else _config_of(asked)
-    is_dense = cfg is not None and cfg.task.kind in DENSE_KINDS and cfg.eval.protocol == "crossfit"
-    if asked.same_eye or not (is_dense or asked.head is not None):
-        _refuse_image(asked)
-    if asked.head is not None and asked.same_eye:
-        print(markdown(same_eye_of_head(asked.head, asked.overrides)))
-    elif asked.same_eye:
-        assert cfg is not None
-        print(markdown(same_eye(cfg, find_checkpoint(cfg))))
-    elif cfg is None or is_dense:
-        text = evaluate_any_head(asked) if cfg is None else _folds_of_task(asked, cfg)
-        if text is None:
-            raise SystemExit(EXIT_STOPPED)
-        print(text)
-    else:
-        print(printed(evaluate(cfg, open_runtime(cfg.train.use_bf16))))
-        log.info("next: python -m utils.report %s", shlex.quote(cfg.run.dir))
+    # each imports what it needs: torch takes seconds, and a wrong command line is refused without it
+    text = _page_of_head(asked) if asked.head is not None else _page_of_checkpoint(asked)
+    if text is None:
+        raise SystemExit(EXIT_STOPPED)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -88,9 +88,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
 
 
 def refuse_another_encoder(source: Source) -> None:
-    """Raise UserError where the run's head was trained on another checkpoint: model.checkpoint may change,
-    and the head would be overwritten.
-    """
+    """Raise UserError where the run's head, which would be overwritten, is of another checkpoint."""
     cfg = source.cfg
     url = storage.join(str(cfg.train.ckpt_dir), f"{NAME}.pt")
     if not storage.exists(url, cfg.data.storage_options):

@@ -27,7 +27,6 @@ from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.features.pooled import device_features, raw_features
-from finetuning.features.probing import Readout
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import FoldFeatures, yardsticks
 from models.probes.features import rankme
@@ -57,6 +56,7 @@ PCA_COMPONENTS = 64
 RANKME_TOKENS = 4096
 PREDICTION, ERRORS = ("participants", "labels", "scores"), ("participants", "first", "second", "error")
 Part = Prediction | Errors
+Readout = Callable[[Rows, Rows, Rows], DensePrediction]  # ridge_rows or hidden_rows
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,25 @@
 
 In: a configuration and its checkpoint. Out: the content of evaluation.json, written into `${run.dir}` with
 its tables and figures: probes on the encoder (EMA target), on random initialisation (the seed that is best
-on validation, in each fold of crossfit its own) and on three baselines without an encoder, and once on
-permuted labels, which shows what chance is; then the paired difference pre-trained - random initialisation.
+on validation, in each fold of crossfit its own) and on three baselines without an encoder; then the paired
+difference pre-trained - random initialisation.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.evaluation import Asked, Row, answer
 from finetuning.answers.evaluation_files import write_evaluation
-from finetuning.answers.metrics import PRIMARY, observed
-from finetuning.cohort import source
+from finetuning.cohort import source as sources
 from finetuning.cohort.cohort import EVALUATED, count_overlap, read_cohorts
-from finetuning.cohort.source import check_fit
-from finetuning.features.feature_map import write_feature_map
-from finetuning.features.pooled import embed_rows, pretrained_encoder, random_encoder
-from finetuning.features.probing import (
-    RANDOM_SEEDS,
-    Probed,
-    baselines,
-    best_in_each_fold,
-    join_folds,
-    judged_by,
-    of_rows,
-    permuted,
-    probe,
-    random_words,
-)
+from finetuning.cohort.source import Source, check_fit
+from finetuning.features.entries import Entry, Volumes, best_random, encoder_entry, plain_entries
+from finetuning.features.probing import probe
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config
@@ -47,7 +35,7 @@ log = logging.getLogger(__name__)
 def find_checkpoint(cfg: Config) -> str:
     """model.checkpoint, else best_probe.pt of this run; UserError names the missing file."""
     if cfg.model.checkpoint is not None:
-        return source.find_checkpoint(cfg.model.checkpoint, cfg.data.storage_options)
+        return sources.find_checkpoint(cfg.model.checkpoint, cfg.data.storage_options)
     if cfg.train.ckpt_dir is None:
         raise UserError("model.checkpoint: expected a checkpoint, found null, and train.ckpt_dir is null too")
     url = storage.join(cfg.train.ckpt_dir, "best_probe.pt")
@@ -82,62 +70,29 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
         ", ".join(asked.cohort.names),
         asked.people(EVALUATED),
     )
-    encoder = pretrained_encoder(cfg, state, url)
-    pretrained = of_rows(
-        asked.rows, embed_rows(encoder, cfg, store, asked.rows, runtime, "pre-trained features")
-    )
-    about = f"{url.rpartition('/')[2]} (step {state['step']})"
-    write_feature_map(cfg.run.dir, asked.cohort, pretrained(asked.cohort), store.index, about)
-    first = _row("pretrained", "pre-trained encoder (EMA target)", probe(asked.cohorts, pretrained))
-    shuffled = [permuted(cohort, cfg.seed) for cohort in asked.cohorts]
-    chance = judged_by(asked.cohorts, probe(shuffled, pretrained))
-    second, notes = _random_row(asked, runtime)
-    rows = [first, second]
-    for name, (label, features) in baselines(cfg, store, asked.rows, runtime).items():
-        rows.append(_row(name, label, probe(asked.cohorts, features)))
-    rows.append(_row("permuted", "pre-trained, labels permuted (chance)", chance))
+    volumes, source = Volumes(cfg, store, asked.rows, runtime), Source(cfg, url, state)
+    first = encoder_entry(volumes, source, "pretrained", "pre-trained encoder (EMA target)")
+
+    def vals_of(entry: Entry) -> list[float]:
+        return [probe([cohort], entry.features()).val_score for cohort in asked.cohorts]
+
+    random, note = best_random(volumes, asked.cohorts, source, vals_of)
+    entries = [first, replace(random, name="random_init"), *plain_entries(volumes)]
+    rows = [_row(asked, entry) for entry in entries]
     content = answer(
         asked,
         rows,
         ("Pre-training", "random initialisation"),
-        pretrained,
         {"name": "probe", "url": url, "sha256": state["checksum"], "step": state["step"]},
-        notes,
+        [note],
     )
     return write_evaluation(asked.answer(), content, {row.name: row.scored for row in rows}, store.index)
 
 
-def _random_row(asked: Asked, runtime: Runtime) -> tuple[Row, list[str]]:
-    """Random initialisation: in each fold the seed that is best on validation, and what the others did."""
-    cfg = asked.cfg
-    seeds = range(cfg.seed, cfg.seed + RANDOM_SEEDS)
-    arms = []
-    for s in seeds:
-        title = f"random features, seed {s} of {seeds[0]} to {seeds[-1]}"
-        values = embed_rows(random_encoder(cfg, s), cfg, asked.store, asked.rows, runtime, title)
-        arms.append([probe([cohort], of_rows(asked.rows, values)) for cohort in asked.cohorts])
-    best = best_in_each_fold([[part.val_score for part in arm] for arm in arms])
-    chosen = join_folds([arms[number][fold] for fold, number in enumerate(best)])
-    metric = PRIMARY[asked.cohort.kind]
-    joined = [join_folds(arm) for arm in arms]
-    here = [observed(arm.scored.evaluated()).overall[metric][0] for arm in joined]
-    each = ", ".join(
-        f"seed {s}: {arm.val_score:.3f} on val, {value:.3f} here"
-        for s, arm, value in zip(seeds, joined, here, strict=True)
-    )
-    label, rule = random_words([seeds[number] for number in best])
-    return _row("random_init", f"random initialisation ({label})", chosen), [
-        f"Random initialisation is {rule} ({each})."
-    ]
-
-
-def _row(name: str, label: str, probed: Probed) -> Row:
-    facts = {
-        "chosen_c": probed.chosen_c,
-        "val_score": probed.val_score,
-        "num_features": probed.num_features,
-    }
-    return Row(name, label, probed.scored, facts)
+def _row(asked: Asked, entry: Entry) -> Row:
+    probed = probe(asked.cohorts, entry.features())
+    facts = {"chosen_c": probed.chosen_c, "val_score": probed.val_score, "num_features": probed.num_features}
+    return Row(entry.name, entry.label, probed.scored, facts)
 
 
 def printed(content: Mapping[str, Any]) -> str:

@@ -7,18 +7,21 @@ In: `Predictions`. Out: matplotlib figures by the name of their file. A class wi
 from __future__ import annotations
 
 import textwrap
+from typing import Any
 
 import numpy as np
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.metrics import precision_recall_curve, roc_curve
 
-from finetuning.answers.metrics import as_task, decided, observed, reliability
+from finetuning.cohort.metrics import decided, observed, reliability, tasks_of
 from finetuning.cohort.predictions import Predictions
 from models.probes.intervals import confusion_draws
 
 COLOURS = ("#1f6fb2", "#d9730d", "#3a8a4f", "#8a4fa3", "#b03a48", "#6b6b6b", "#c2a000", "#2aa5a0")
-LINES = ("-", "--", ":")  # one after the other where there are more curves than colours
+STYLES = cycler(linestyle=("-", "--", ":")) * cycler(color=COLOURS)  # of curves, one after the other
+CHANCE: dict[str, Any] = {"color": "0.75", "linestyle": "-", "linewidth": 1}  # the diagonal
 SIDE = 4.6  # inches
 FULL = 0.02  # room around 0 to 1
 NAME_WIDTH = 24  # letters of a class's name in one line
@@ -57,8 +60,7 @@ def confusion(predictions: Predictions) -> Figure:
             axes.text(column, row, text, ha="center", va="center", color=colour)
     axes.set_xticks(range(count), names, rotation=30, ha="right", rotation_mode="anchor")
     axes.set_yticks(range(count), names)
-    axes.set_xlabel("given class")
-    axes.set_ylabel("true class")
+    axes.set(xlabel="given class", ylabel="true class")
     axes.set_title("Units, and share of the true class", fontsize="medium")
     return figure
 
@@ -66,11 +68,10 @@ def confusion(predictions: Predictions) -> Figure:
 def roc(predictions: Predictions) -> Figure:
     """One curve a class (against the rest) or label; of two classes that of the second."""
     figure, axes = _square("1 - specificity", "sensitivity")
-    axes.plot([0, 1], [0, 1], color="0.75", linewidth=1)
-    for number, (name, truth_U, score_U, area, _) in enumerate(_rankings(predictions)):
+    axes.plot([0, 1], [0, 1], **CHANCE)
+    for name, truth_U, score_U, area, _ in _rankings(predictions):
         if 0 < truth_U.sum() < len(truth_U):
-            false_rate, true_rate, _ = roc_curve(truth_U, score_U)
-            _curve(axes, number, false_rate, true_rate, f"{name}: AUROC {area:.3f}")
+            axes.plot(*roc_curve(truth_U, score_U)[:2], label=f"{name}: AUROC {area:.3f}")
     axes.legend(loc="lower right", fontsize="small")
     return figure
 
@@ -78,11 +79,12 @@ def roc(predictions: Predictions) -> Figure:
 def precision_recall(predictions: Predictions) -> Figure:
     """One curve a class (against the rest) or label, with its share of the units as a thin line."""
     figure, axes = _square("sensitivity (recall)", "precision")
-    for number, (name, truth_U, score_U, _, area) in enumerate(_rankings(predictions)):
+    for name, truth_U, score_U, _, area in _rankings(predictions):
         if truth_U.any():
             precision, recall, _ = precision_recall_curve(truth_U, score_U)
-            _curve(axes, number, recall, precision, f"{name}: AUPRC {area:.3f}", "steps-post")
-            axes.axhline(truth_U.mean(), color=_colour(number), linewidth=0.7, alpha=0.6)
+            label = f"{name}: AUPRC {area:.3f}"
+            (line,) = axes.plot(recall, precision, drawstyle="steps-post", label=label)
+            axes.axhline(truth_U.mean(), color=line.get_color(), linewidth=0.7, alpha=0.6)
     axes.legend(loc="lower left", fontsize="small")
     return figure
 
@@ -92,15 +94,12 @@ def reliability_plot(predictions: Predictions) -> Figure:
     points = reliability(predictions)
     figure = Figure(figsize=(SIDE, SIDE * 1.25), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    above.plot([0, 1], [0, 1], color="0.75", linewidth=1)
-    above.plot(points.confidence, points.accuracy, marker="o", color=COLOURS[0])
-    above.set_xlim(-FULL, 1 + FULL)
-    above.set_ylim(-FULL, 1 + FULL)
-    above.set_ylabel("share of right units")
+    above.plot([0, 1], [0, 1], **CHANCE)
+    above.plot(points["confidence"], points["accuracy"], marker="o", color=COLOURS[0])
+    above.set(xlim=(-FULL, 1 + FULL), ylim=(-FULL, 1 + FULL), ylabel="share of right units")
     above.set_title(f"ECE {observed(predictions).overall['ece'][0]:.3f}", fontsize="medium")
-    below.bar(points.confidence, points.count, width=0.03, color=COLOURS[0])
-    below.set_ylabel("units")
-    below.set_xlabel("highest probability, mean of the bin")
+    below.bar(points["confidence"], points["count"], width=0.03, color=COLOURS[0])
+    below.set(ylabel="units", xlabel="highest probability, mean of the bin")
     return figure
 
 
@@ -110,50 +109,33 @@ def scatter(predictions: Predictions) -> Figure:
     figure = Figure(figsize=(SIDE, SIDE), layout="constrained")
     axes = figure.subplots()
     ends = [min(truth_U.min(), value_U.min()), max(truth_U.max(), value_U.max())]
-    axes.plot(ends, ends, color="0.75", linewidth=1)
+    axes.plot(ends, ends, **CHANCE)
     axes.scatter(truth_U, value_U, s=12, color=COLOURS[0], alpha=0.7)
     axes.set_aspect("equal", adjustable="datalim")
-    axes.set_xlabel(f"{predictions.names[0]}, true")
-    axes.set_ylabel(f"{predictions.names[0]}, predicted")
+    axes.set(xlabel=f"{predictions.names[0]}, true", ylabel=f"{predictions.names[0]}, predicted")
     return figure
 
 
 def _rankings(predictions: Predictions) -> list[tuple[str, np.ndarray, np.ndarray, float, float]]:
     """(name, is positive [U], score [U], AUROC, AUPRC) of every curve."""
     if predictions.kind == "multilabel":
-        tasks = [as_task(predictions, number) for number in range(len(predictions.names))]
-        return [ranking for task in tasks for ranking in _rankings(task)]
-    by_class = observed(predictions).by_class
-    classes = range(1, 2) if len(predictions.names) == 2 else range(len(predictions.names))
+        return [ranking for task in tasks_of(predictions) for ranking in _rankings(task)]
+    areas = observed(predictions).by_class
     return [
         (
-            in_lines(predictions.names[c]),
+            in_lines(name),
             predictions.truth[:, 0] == c,
             predictions.scores[:, c],
-            float(by_class["auroc"][0, c]),
-            float(by_class["auprc"][0, c]),
+            *(float(areas[kind][0, c]) for kind in ("auroc", "auprc")),
         )
-        for c in classes
+        for c, name in enumerate(predictions.names)
+        if c or len(predictions.names) > 2
     ]
 
 
 def _square(across: str, up: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(SIDE, SIDE), layout="constrained")
     axes = figure.subplots()
-    axes.set_xlim(-FULL, 1 + FULL)
-    axes.set_ylim(-FULL, 1 + FULL)
-    axes.set_aspect("equal")
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
+    axes.set_prop_cycle(STYLES)
+    axes.set(xlim=(-FULL, 1 + FULL), ylim=(-FULL, 1 + FULL), aspect="equal", xlabel=across, ylabel=up)
     return figure, axes
-
-
-def _curve(
-    axes: Axes, number: int, x: np.ndarray, y: np.ndarray, label: str, drawstyle: str = "default"
-) -> None:
-    line = LINES[number // len(COLOURS) % len(LINES)]
-    axes.plot(x, y, color=_colour(number), linestyle=line, label=label, drawstyle=drawstyle)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]

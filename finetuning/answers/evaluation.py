@@ -15,18 +15,16 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer, protocol_of
-from finetuning.answers.metrics import PRIMARY
 from finetuning.answers.scorecard import difference, people_of_classes, scorecard
 from finetuning.answers.subgroups import COLUMNS, subgroups
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.cohort.ledger import digest, look_at
+from finetuning.cohort.ledger import cohort_facts, digest, look_at
+from finetuning.cohort.metrics import PRIMARY
 from finetuning.cohort.predictions import Scored
-from finetuning.features.probing import Features, device_cohorts, probe
 from models.probes import intervals
 from models.probes.intervals import MIN_PER_CLASS, too_few, verdict
 from utils.config.schema import Config
 from utils.report.tables import CLASSES, TITLES
-from utils.tables import estimate
 
 FORMAT_VERSION = 4
 
@@ -64,14 +62,8 @@ class Asked:
 
     def answer(self) -> Answer:
         """evaluation.json: it depends on checkpoint, protocol, volumes, groups, targets and folds."""
-        table = [
-            [
-                self.store.index.loc[c.rows, ["checksum", *COLUMNS.values()]].astype(str).to_numpy().tolist(),
-                *(part.tolist() for part in (c.fold, c.target, c.unit, c.person)),
-                c.names,
-            ]
-            for c in self.cohorts
-        ]
+        columns = ("checksum", *COLUMNS.values())
+        table = [cohort_facts(self.store, c, columns) for c in self.cohorts]
         fingerprint = digest([FORMAT_VERSION, self.checksum, protocol_of(self.cfg), table])
         return Answer(self.cfg.run.dir, "evaluation", fingerprint)
 
@@ -96,22 +88,16 @@ def answer(
     asked: Asked,
     rows: Sequence[Row],
     words: tuple[str, str],
-    features: Features,
     subject: Mapping[str, Any],
     notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The content of evaluation.json; the verdict is about the first row against the second.
-
-    `words` name the two sides in the verdict; a probe for the device reads the first row's `features`.
-    """
+    """The content of evaluation.json; the verdict is about the first row against the second, by `words`."""
     cfg, samples, seed = asked.cfg, intervals.BOOTSTRAP_SAMPLES, asked.cfg.seed
     first = rows[0].scored.evaluated()
     look = asked.look(f"{subject['name']}: {', '.join(row.name for row in rows)}")
     table = [
         {"name": r.name, "label": r.label, **scorecard(r.scored, samples, seed), **r.facts} for r in rows
     ]
-    devices = device_cohorts(asked.cohorts, asked.store)
-    of_device = scorecard(probe(devices, features).scored, samples, seed) if devices else None
     mean, ci95, shown, doubt = difference(first, rows[1].scored.evaluated(), samples, seed)
     metric = TITLES[PRIMARY[first.kind]]
     is_class = first.kind in CLASSES
@@ -144,8 +130,6 @@ def answer(
             "doubt": doubt,
         },
         "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
-        "device_probe": of_device,
-        "device_sentence": device_sentence(of_device),
         "verdict": f"{verdict(mean, ci95, *words, metric, doubt)} This cohort could have shown {shown:.2f}.",
         "cautions": cautions_of(asked, people_of_classes(first)),
         "notes": [
@@ -171,18 +155,6 @@ def title(asked: Asked, look: int | None) -> str:
     looks = "validation, not counted as a look" if look is None else f"look {look} of this split"
     kind = what.get(cohort.kind, f"{len(cohort.names)} classes")
     return f"{column}: {kind}, {asked.people(EVALUATED)} participants; {protocol}; {looks}"
-
-
-def device_sentence(card: Mapping[str, Any] | None) -> str:
-    """What the same features tell of the scanner; `card`: the scorecard of a probe for it."""
-    if card is None:
-        return "No probe for the device: the training participants have one device alone."
-    num_devices = sum(any(row) for row in card["confusion"])
-    return (
-        "A probe for the device on the same features: balanced accuracy "
-        f"{estimate(card['metrics']['balanced_accuracy'])} over {num_devices} devices, chance "
-        f"{1 / num_devices:.3f}."
-    )
 
 
 def cautions_of(asked: Asked, people: Sequence[int]) -> list[str]:

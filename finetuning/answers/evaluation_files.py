@@ -8,13 +8,11 @@ with the official splits.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from finetuning.answers.answer import Answer, Content
 from finetuning.answers.curves import figures
@@ -22,6 +20,7 @@ from finetuning.answers.subgroups import COLUMNS
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.predictions import Scored
 from utils import storage
+from utils.report.pictures import png
 from utils.report.tables import TITLES
 from utils.tables import Table, estimate, number, page
 
@@ -35,9 +34,9 @@ def write_evaluation(answer: Answer, content: Content, scores: Scores, index: pd
     main = scores[content["rows"][0]["name"]].evaluated()
     pictures = figures(main)
     for name, figure in pictures.items():
-        storage.write_bytes(storage.join(folder, "figures", f"{name}.png"), _png(figure))
+        storage.write_bytes(storage.join(folder, "figures", f"{name}.png"), png(figure, 120))
     table = predictions_table(scores, index)
-    storage.write_bytes(storage.join(folder, "predictions.parquet"), _parquet(table))
+    storage.write_bytes(storage.join(folder, "predictions.parquet"), table.to_parquet(index=False))
     return answer.write(content, markdown(content, list(pictures)))
 
 
@@ -87,8 +86,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
             + [estimate(group["metrics"] and group["metrics"][name]) for name in names]
             for group in groups
         ]
-        note = content["device_sentence"] if column == "device" else ""
-        tables.append(Table(f"By {column}", [column, "participants", "units", *titles], rows, note))
+        tables.append(Table(f"By {column}", [column, "participants", "units", *titles], rows))
     return tables
 
 
@@ -112,15 +110,3 @@ def _joined(scored: Scored, index: pd.DataFrame, column: str) -> np.ndarray:
     if column == "age":
         return groups.first().to_numpy(float)
     return groups.agg(lambda values: "+".join(sorted(set(values.dropna()))) or None).to_numpy(object)
-
-
-def _png(figure: Figure) -> bytes:
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=120)
-    return file.getvalue()
-
-
-def _parquet(table: pd.DataFrame) -> bytes:
-    file = io.BytesIO()
-    table.to_parquet(file, index=False)
-    return file.getvalue()

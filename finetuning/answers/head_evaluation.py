@@ -1,10 +1,9 @@
 """What a trained head is worth on people that neither it nor its encoder has seen.
 
 In: `head.pt` of finetuning.train (or its run's folder) and overrides of the configuration in it. Out: the
-content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, a constant
-prediction that knows nothing, and the head against permuted truth, which shows what chance is (the head is
-not trained again: its training labels stay). With eval.protocol=crossfit, of a frozen encoder, a head of the
-same configuration is trained in each fold: what is evaluated is the recipe, not the head of the file.
+content of evaluation.json, written into `${run.dir}` with its tables and figures: the head, and a constant
+prediction that knows nothing. With eval.protocol=crossfit, of a frozen encoder, a head of the same
+configuration is trained in each fold: what is evaluated is the recipe, not the head of the file.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ import numpy as np
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.evaluation import Asked, Row, answer
 from finetuning.answers.evaluation_files import write_evaluation
-from finetuning.answers.scorecard import chance_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, read_cohorts, seen_by_head
 from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import encoder_place, evaluated_config
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import embed_rows
-from finetuning.features.probing import of_rows
 from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from utils.config.load import storage_options_of
@@ -35,10 +31,7 @@ from utils.runtime.single import Runtime
 
 
 def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The content of evaluation.json of a head; an existing one of the same question is reused.
-
-    Raises UserError where the head does not fit the store, the labels, or has seen an evaluated participant.
-    """
+    """The content of evaluation.json of a head; one of the same question is reused. Raises UserError."""
     head = open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = evaluated_config(head.cfg, head.url, overrides)
     head = replace(head, cfg=cfg)
@@ -85,17 +78,9 @@ def _evaluate(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
         asked,
         [first, constant],
         ("The head", "one prediction for all"),
-        of_rows(asked.rows, _features(head, asked, runtime)),
         {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
-        [
-            f"The head: {kind} {head.state['encoder']['url']}.",
-            *how,
-            "Permuted truth: the head's predictions against truth dealt out anew among the evaluated people, "
-            "mean and central 95 % of the shuffles; the head is not trained again.",
-        ],
+        [f"The head: {kind} {head.state['encoder']['url']}.", *how],
     )
-    chance = chance_of(first.scored.evaluated(), cfg.seed)
-    content["rows"].append({"name": "permuted", "label": "the head, permuted truth (chance)", **chance})
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
     return write_evaluation(asked.answer(), content, scores_of_rows, store.index)
 
@@ -106,15 +91,6 @@ def _scores(cohort: Cohort, head: Head, store: PreparedStore, runtime: Runtime) 
     is_wanted = cohort.fold != TRAIN
     scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
     return scores
-
-
-def _features(head: Head, asked: Asked, runtime: Runtime) -> np.ndarray:
-    """Pooled features of the head's encoder [n, 2E]; those of a frozen one are kept."""
-    if not head.is_frozen:
-        return embed_rows(head.encoder, head.cfg, asked.store, asked.rows, runtime)
-    return KeptFeatures(head.encoder, head.cfg, asked.store, runtime, features_folder(head.cfg)).pooled(
-        asked.rows
-    )
 
 
 def _constant(cohort: Cohort) -> np.ndarray:

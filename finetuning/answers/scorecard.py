@@ -1,7 +1,7 @@
 """What evaluation.json says of one head or probe: its metrics with intervals, as plain values.
 
 In: `Scored`. Out: dictionaries for JSON. A metric that does not exist is None, never 0. Intervals: 95 %,
-bootstrap over people (finetuning.answers.metrics.bootstrap_counts).
+bootstrap over people (finetuning.cohort.metrics.bootstrap_counts).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import norm
 
 from finetuning.answers.answer import estimated
-from finetuning.answers.metrics import (
+from finetuning.cohort.cohort import VAL
+from finetuning.cohort.metrics import (
     PRIMARY,
     Measures,
     at_threshold,
@@ -26,13 +26,9 @@ from finetuning.answers.metrics import (
     reliability,
     youden_threshold,
 )
-from finetuning.cohort.cohort import VAL, deal_over_people
 from finetuning.cohort.predictions import Predictions, Scored
-from finetuning.power import pilot_disagreement, smallest_difference
+from finetuning.power import NUM_ERRORS, pilot_disagreement, smallest_difference
 from models.probes.intervals import confusion_draws, doubt, recall_parts
-
-CHANCE_SHUFFLES = 300
-NUM_ERRORS = float(norm.ppf(0.975) + norm.ppf(0.8))  # standard errors that 80 % power takes
 
 
 def metrics_of(values: Measures, draws: Measures) -> dict[str, Any]:
@@ -57,12 +53,7 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
     result = metrics_of(observed(predictions), measure(predictions, counts))
     if predictions.kind == "regression":
         return result
-    points = reliability(predictions)
-    result["reliability"] = {
-        "confidence": points.confidence.tolist(),
-        "accuracy": points.accuracy.tolist(),
-        "count": points.count.tolist(),
-    }
+    result["reliability"] = {name: values.tolist() for name, values in reliability(predictions).items()}
     if predictions.kind == "multilabel":
         return result
     num_classes = len(predictions.names)
@@ -72,31 +63,6 @@ def scorecard(scored: Scored, samples: int, seed: int) -> dict[str, Any]:
     if num_classes == 2:
         result["threshold"] = _threshold(scored, predictions, counts)
     return result
-
-
-def chance_of(predictions: Predictions, seed: int) -> dict[str, Any]:
-    """Metrics when the truth is dealt out again over people: mean and central 95 % of the shuffles.
-
-    finetuning.cohort.cohort.deal_over_people: a person with as many units as nobody else keeps its truth.
-    """
-    rng = np.random.default_rng(seed)
-    parts = []
-    for _ in range(CHANCE_SHUFFLES):
-        dealt = predictions.truth[deal_over_people(predictions.person, rng)]
-        shuffled = Predictions(
-            predictions.kind,
-            predictions.names,
-            predictions.unit,
-            predictions.person,
-            dealt,
-            predictions.scores,
-        )
-        parts.append(observed(shuffled).overall)
-    result = {}
-    for name in parts[0]:
-        values = np.array([part[name][0] for part in parts])
-        result[name] = estimated(values.mean(), interval(values))
-    return {"metrics": result}
 
 
 def difference(

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from finetuning.answers.metrics import PRIMARY, bootstrap_counts, measure, observed
 from finetuning.answers.scorecard import metrics_of, people_of_classes
 from finetuning.cohort.cohort import EVALUATED
+from finetuning.cohort.metrics import PRIMARY, bootstrap_counts, measure, observed
 from finetuning.cohort.predictions import Predictions, Scored
 from models.probes.intervals import too_few
 
 COLUMNS = {"device": "device", "laterality": "laterality", "site": "clinical_site", "age": "age"}
 AGE_EDGES = (50, 60, 70, 80)  # years at which the next band begins
+BANDS = ("under 50", "50-59", "60-69", "70-79", "80 and over")
 MIN_PEOPLE = 10
 UNKNOWN = "unknown"
 
@@ -34,21 +35,9 @@ def subgroups(
 def group_of_volumes(index: pd.DataFrame, rows: np.ndarray, column: str) -> np.ndarray:
     """The group of each store row, str [n]; `unknown` where the store has no value."""
     values = index.loc[rows, column]
-    if column != "age":
-        return values.fillna(UNKNOWN).to_numpy(str)
-    return np.array([age_band(age) for age in values.to_numpy(float)])
-
-
-def age_band(age: float) -> str:
-    """`under 50`, `50-59`, ..., `80 and over`, `unknown` of NaN."""
-    if np.isnan(age):
-        return UNKNOWN
-    if age < AGE_EDGES[0]:
-        return f"under {AGE_EDGES[0]}"
-    if age >= AGE_EDGES[-1]:
-        return f"{AGE_EDGES[-1]} and over"
-    number = int(np.searchsorted(AGE_EDGES, age, side="right"))
-    return f"{AGE_EDGES[number - 1]}-{AGE_EDGES[number] - 1}"
+    if column == "age":
+        values = pd.cut(values.astype(float), (-np.inf, *AGE_EDGES, np.inf), right=False, labels=BANDS)
+    return values.astype(object).fillna(UNKNOWN).to_numpy(str)
 
 
 def _groups(
@@ -56,10 +45,8 @@ def _groups(
 ) -> list[dict[str, Any]]:
     groups = [group_of_volumes(index, cohort.rows, column) for cohort in scored.cohorts]
     names = {g for of, c in zip(groups, scored.cohorts, strict=True) for g in of[c.fold == EVALUATED]}
-    order = [age_band(age) for age in (0, *AGE_EDGES)]  # the youngest first; other names by alphabet
-    ranked = sorted(
-        names, key=lambda name: (name == UNKNOWN, order.index(name) if name in order else 0, name)
-    )
+    # bands from the youngest on, other names by alphabet, at last the unknown
+    ranked = sorted(names, key=lambda n: (n == UNKNOWN, BANDS.index(n) if n in BANDS else 0, n))
     return [
         _group(name, scored.evaluated(tuple(of == name for of in groups)), samples, seed) for name in ranked
     ]

@@ -15,17 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from finetuning.board.answers import Cell
-from finetuning.board.entries import Encoder, Entry, Volumes, kept_features
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
-from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.cohort.predictions import Scored
 from finetuning.cohort.source import Source
-from finetuning.features.probing import probe
+from finetuning.features.entries import Encoder, Entry, Volumes, kept_features
+from finetuning.features.probing import Probed, probe
 from finetuning.heads.finetune import finetune
 from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import NAME as HEAD_NAME
 from finetuning.heads.head_file import open_head, predict_rows
 from utils import storage
-from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 
 FRACTIONS = (0.01, 0.05, 0.1, 0.25)  # of the training participants; all of them are the linear column
@@ -46,23 +45,20 @@ class Question:
 
 def linear(entry: Entry, question: Question) -> dict[str, Cell]:
     """The probe on all training participants: the cell `linear`."""
-    probed = probe(question.cohorts, entry.features())
-    return {LINEAR: _cell([probed.scored.evaluated()], [probed.val_score], [question.cohorts])}
+    return {LINEAR: _probed_cell([probe(question.cohorts, entry.features())])}
 
 
 def hidden(entry: Entry, question: Question) -> dict[str, Cell]:
     """One hidden layer in place of the linear probe: the cell `hidden`."""
-    probed = probe(question.cohorts, entry.features(), is_hidden=True)
-    return {HIDDEN: _cell([probed.scored.evaluated()], [probed.val_score], [question.cohorts])}
+    return {HIDDEN: _probed_cell([probe(question.cohorts, entry.features(), is_hidden=True)])}
 
 
 def by_fold(entry: Entry, question: Question) -> dict[str, Cell]:
     """The linear probe of each fold: a cell a fold, in their order. No column of the table."""
-    cells = {}
-    for number, cohort in enumerate(question.cohorts):
-        probed = probe([cohort], entry.features())
-        cells[f"fold {number}"] = _cell([probed.scored.evaluated()], [probed.val_score], [[cohort]])
-    return cells
+    return {
+        f"fold {number}": _probed_cell([probe([cohort], entry.features())])
+        for number, cohort in enumerate(question.cohorts)
+    }
 
 
 def low_shots(entry: Entry, question: Question) -> dict[str, Cell]:
@@ -71,15 +67,8 @@ def low_shots(entry: Entry, question: Question) -> dict[str, Cell]:
     for fraction in FRACTIONS:
         drawn = [[low_shot(c, fraction, seed) for c in question.cohorts] for seed in question.seeds]
         probed = [probe(cohorts, entry.features()) for cohorts in drawn]
-        cells[share_name(fraction)] = _cell(
-            [p.scored.evaluated() for p in probed], [p.val_score for p in probed], drawn
-        )
+        cells[f"{100 * fraction:g} %"] = _probed_cell(probed)
     return cells
-
-
-def share_name(fraction: float) -> str:
-    """`5 %`, of 0.05."""
-    return f"{100 * fraction:g} %"
 
 
 def device_tables(entry: Entry, question: Question) -> dict[str, Cell]:
@@ -88,74 +77,53 @@ def device_tables(entry: Entry, question: Question) -> dict[str, Cell]:
     A cell is missing where a fold has no volume of the device, or training fewer than two classes.
     """
     cells = {}
-    device = [device_of(question.volumes, cohort) for cohort in question.cohorts]
-    for name in sorted({d for of in device for d in of.tolist()}):
-        without = [
-            keep(c, np.where(c.fold == EVALUATED, of == name, of != name))
-            for c, of in zip(question.cohorts, device, strict=True)
-        ]
-        if all(_can_be_learnt(cohort) for cohort in without):
-            probed = probe(without, entry.features())
-            predictions = [probed.scored.evaluated()]
-            cells[f"without {name}"] = _cell(predictions, [probed.val_score], [without])
-        alone = [
-            keep(c, (c.fold == EVALUATED) | (of == name))
-            for c, of in zip(question.cohorts, device, strict=True)
-        ]
-        if not all(_can_be_learnt(cohort) for cohort in alone):
+    devices = [(c, device_of(question.volumes, c)) for c in question.cohorts]
+    names = sorted({name for _, of in devices for name in of.tolist()})
+    for name in names:
+        without = [c.where(np.where(c.fold == EVALUATED, of == name, of != name)) for c, of in devices]
+        if all(map(_can_be_learnt, without)):
+            cells[f"without {name}"] = _probed_cell([probe(without, entry.features())])
+        alone = [c.where((c.fold == EVALUATED) | (of == name)) for c, of in devices]
+        if not all(map(_can_be_learnt, alone)):
             continue
         probed = probe(alone, entry.features())
         of_alone = [device_of(question.volumes, cohort) for cohort in alone]
-        for other in sorted({d for of in device for d in of.tolist()}):
+        for other in names:
             masks = tuple(of == other for of in of_alone)
             if all(((c.fold == EVALUATED) & m).any() for c, m in zip(alone, masks, strict=True)):
-                predictions = [probed.scored.evaluated(masks)]
-                cells[f"{name} on {other}"] = _cell(predictions, [probed.val_score], [alone])
+                cells[f"{name} on {other}"] = _probed_cell([probed], masks)
     return cells
 
 
 def attentive(entry: Entry, question: Question) -> dict[str, Cell]:
     """An attentive head on the frozen tokens, by the grid of head.*: a training a seed."""
     assert entry.encoder is not None
-    encoders = [entry.encoder(cohort) for cohort in question.cohorts]
-    kept = [kept_features(question.volumes, encoder) for encoder in encoders]
-    predictions, vals = [], []
-    for seed in question.seeds:
-        parts = [
-            scores_of_fold(replace(features, cfg=_attentive(encoder.cfg, seed)), cohort)
-            for cohort, features, encoder in zip(question.cohorts, kept, encoders, strict=True)
-        ]
-        scores, of_val = zip(*parts, strict=True)
-        predictions.append(Scored(tuple(question.cohorts), tuple(scores)).evaluated())
-        vals.append(float(np.mean(of_val)))
-    return {ATTENTIVE: _cell(predictions, vals, [question.cohorts] * len(vals))}
+    kept = [kept_features(question.volumes, entry.encoder(cohort)) for cohort in question.cohorts]
 
+    def of_fold(seed: int, number: int) -> tuple[np.ndarray, float]:
+        cfg = kept[number].cfg
+        cfg = replace(cfg, seed=seed, head=replace(cfg.head, kind="attentive"))
+        return scores_of_fold(replace(kept[number], cfg=cfg), question.cohorts[number])
 
-def _attentive(cfg: Config, seed: int) -> Config:
-    return replace(cfg, seed=seed, head=replace(cfg.head, kind="attentive"))
+    return {ATTENTIVE: _trained_cell(question, of_fold)}
 
 
 def fine_tuned(entry: Entry, question: Question) -> dict[str, Cell]:
-    """The whole model, trained by finetune.*: a run a seed, which goes on where it was stopped.
-
-    From random initialisation this is supervised training from scratch. Raises `Stopped` after SIGTERM.
-    """
+    """The whole model, a run a seed, which goes on where it was stopped; raises `Stopped` after SIGTERM."""
     assert entry.encoder is not None
-    volumes = question.volumes
-    predictions, vals = [], []
-    for seed in question.seeds:
-        scores, of_val = [], []
-        for number, cohort in enumerate(question.cohorts):
-            source = _tuning_source(entry.encoder(cohort), entry, question, seed, number)
-            if finetune(source, volumes.store, cohort, volumes.runtime) != EXIT_FINISHED:
-                by = volumes.runtime.stopped_by
-                raise Stopped(f"{source.cfg.run.dir}: stopped by {by}; the same command again goes on")
-            head = open_head(storage.join(str(source.cfg.train.ckpt_dir), f"{HEAD_NAME}.pt"))
-            scores.append(predict_rows(head, volumes.store, cohort.rows, volumes.runtime))
-            of_val.append(float(head.state["validation"]["score"]))
-        predictions.append(Scored(tuple(question.cohorts), tuple(scores)).evaluated())
-        vals.append(float(np.mean(of_val)))
-    return {TUNED: _cell(predictions, vals, [question.cohorts] * len(vals))}
+    of, volumes = entry.encoder, question.volumes
+
+    def of_fold(seed: int, number: int) -> tuple[np.ndarray, float]:
+        cohort = question.cohorts[number]
+        source = _tuning_source(of(cohort), entry, question, seed, number)
+        if finetune(source, volumes.store, cohort, volumes.runtime) != EXIT_FINISHED:
+            by = volumes.runtime.stopped_by
+            raise Stopped(f"{source.cfg.run.dir}: stopped by {by}; the same command again goes on")
+        head = open_head(storage.join(str(source.cfg.train.ckpt_dir), f"{HEAD_NAME}.pt"))
+        scores = predict_rows(head, volumes.store, cohort.rows, volumes.runtime)
+        return scores, float(head.state["validation"]["score"])
+
+    return {TUNED: _trained_cell(question, of_fold)}
 
 
 class Stopped(UserError):
@@ -168,13 +136,14 @@ def _tuning_source(encoder: Encoder, entry: Entry, question: Question, seed: int
     """What a run of fine-tuning starts from: the encoder's weights, and a separate folder."""
     name = hashlib.sha256(entry.identity.encode()).hexdigest()[:12]
     folder = storage.join(question.folder, f"{name}_seed_{seed}_fold_{number}")
+    of = encoder.source.cfg
     cfg = replace(
-        encoder.cfg,
+        of,
         seed=seed,
-        run=replace(encoder.cfg.run, dir=folder),
-        train=replace(encoder.cfg.train, ckpt_dir=storage.join(folder, "checkpoints")),
-        finetune=replace(encoder.cfg.finetune, encoder="trained"),
-        wandb=replace(encoder.cfg.wandb, mode="disabled"),
+        run=replace(of.run, dir=folder),
+        train=replace(of.train, ckpt_dir=storage.join(folder, "checkpoints")),
+        finetune=replace(of.finetune, encoder="trained"),
+        wandb=replace(of.wandb, mode="disabled"),
     )
     if not encoder.is_random:
         return replace(encoder.source, cfg=cfg)
@@ -201,12 +170,6 @@ def device_of(volumes: Volumes, cohort: Cohort) -> np.ndarray:
     return volumes.store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
 
 
-def keep(cohort: Cohort, chosen: np.ndarray) -> Cohort:
-    """The cohort with some of its volumes, bool [n]."""
-    columns = {name: getattr(cohort, name)[chosen] for name in ("rows", "fold", "target", "unit", "person")}
-    return replace(cohort, **columns)
-
-
 def _can_be_learnt(cohort: Cohort) -> bool:
     """Whether a probe can be fitted, chosen and judged."""
     train = cohort.fold == TRAIN
@@ -214,12 +177,24 @@ def _can_be_learnt(cohort: Cohort) -> bool:
     return bool(varies and (cohort.fold == VAL).any() and (cohort.fold == EVALUATED).any())
 
 
+def _probed_cell(of_seeds: Sequence[Probed], masks: tuple[np.ndarray, ...] | None = None) -> Cell:
+    """The cell of a probe a seed; `masks`, bool [n] of each cohort: of only these volumes."""
+    return _cell([p.scored for p in of_seeds], [p.val_score for p in of_seeds], masks)
+
+
+def _trained_cell(question: Question, of_fold: Callable[[int, int], tuple[np.ndarray, float]]) -> Cell:
+    """The cell of a training for each seed and fold, whose scores [n, C] and validation `of_fold` says."""
+    scored, vals = [], []
+    for seed in question.seeds:
+        folds = [of_fold(seed, number) for number in range(len(question.cohorts))]
+        scores, of_val = zip(*folds, strict=True)
+        scored.append(Scored(tuple(question.cohorts), tuple(scores)))
+        vals.append(float(np.mean(of_val)))
+    return _cell(scored, vals)
+
+
 def _cell(
-    predictions: Sequence[Predictions], vals: Sequence[float], cohorts_of_seeds: Sequence[Sequence[Cohort]]
+    scored: Sequence[Scored], vals: Sequence[float], masks: tuple[np.ndarray, ...] | None = None
 ) -> Cell:
-    counts = [
-        len(np.unique(cohort.person[cohort.fold == TRAIN]))
-        for cohorts in cohorts_of_seeds
-        for cohort in cohorts
-    ]
-    return Cell(tuple(predictions), tuple(float(v) for v in vals), max(counts))
+    people = [len(np.unique(c.person[c.fold == TRAIN])) for s in scored for c in s.cohorts]
+    return Cell(tuple(s.evaluated(masks) for s in scored), tuple(vals), max(people))

@@ -1,7 +1,7 @@
 """Rows against each other: mean over seeds, its interval, paired differences and Holm's correction.
 
 In: predictions of rows, a `Predictions` a seed, for the same units. Out: estimates and comparisons. The
-primary metric of a task's kind is finetuning.answers.metrics.PRIMARY; all rows share the resamples of
+primary metric of a task's kind is finetuning.cohort.metrics.PRIMARY; all rows share the resamples of
 participants. p is that of the same bootstrap: twice the smaller share of resamples on one side of zero; below
 models.probes.intervals.EXACT_BELOW people that of sign flips, and of a difference without variance there is
 none. Holm, S. (1979): A simple sequentially rejective multiple test procedure.
@@ -16,8 +16,8 @@ from itertools import combinations
 import numpy as np
 
 from finetuning.answers.answer import Estimate, estimated
-from finetuning.answers.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
 from finetuning.answers.scorecard import could_have_shown, gains, people_of_classes
+from finetuning.cohort.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
 from finetuning.cohort.predictions import Predictions
 from models.probes.intervals import ALPHA, confusion_draws, doubt, mean_recall, sign_flip_p
 
@@ -111,9 +111,7 @@ def compare(
 
 
 def bootstrap_p(draws_S: np.ndarray) -> float | None:
-    """Two-sided p of no difference, from the resamples of a difference in which it exists; never 0. None
-    where they are all one number that is not 0.
-    """
+    """Two-sided p of no difference, never 0, from the resamples that have one; None where none varies."""
     known = draws_S[~np.isnan(draws_S)]
     if np.ptp(known) <= 1e-12 and abs(known[0]) > 1e-12:
         return None
@@ -131,7 +129,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _primary_draws(predictions: Predictions, counts_SU: np.ndarray) -> np.ndarray:
-    """As finetuning.answers.metrics.measure, without the metrics that nobody asks for here."""
+    """As finetuning.cohort.metrics.measure, without the metrics that nobody asks for here."""
     if PRIMARY[predictions.kind] != "balanced_accuracy":
         return measure(predictions, counts_SU).overall[PRIMARY[predictions.kind]]
     classes_U = decided(predictions.scores)

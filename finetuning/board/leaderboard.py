@@ -14,24 +14,24 @@ import numpy as np
 from data_setup.store.reader import PreparedStore
 from finetuning.board.answers import Answers, Cells
 from finetuning.board.columns import BY_FOLD, COLUMNS, HIDDEN, LINEAR, NEEDS_ENCODER, TUNED, Question
-from finetuning.board.entries import (
+from finetuning.board.page import Board, Row
+from finetuning.cohort.cohort import count_overlap, read_cohorts
+from finetuning.cohort.ledger import cohort_facts, count_looks, data_digest, digest, look_at
+from finetuning.cohort.source import Source
+from finetuning.features.entries import (
+    RANDOM_SEEDS,
     Entry,
     Volumes,
     architecture,
-    baseline_entries,
+    best_random,
     check_sources,
-    checkpoint_entry,
-    fold_by_fold,
+    encoder_entry,
     open_sources,
-    random_entry,
+    plain_entries,
     short_names,
     slice_entry,
+    yardstick_entries,
 )
-from finetuning.board.page import Board, Row
-from finetuning.cohort.cohort import Cohort, count_overlap, read_cohorts
-from finetuning.cohort.ledger import count_looks, data_digest, digest, look_at
-from finetuning.cohort.source import Source
-from finetuning.features.probing import RANDOM_SEEDS, best_in_each_fold, random_words
 from finetuning.features.slices import SliceEncoder
 from utils import storage
 from utils.config.load import flatten
@@ -97,7 +97,8 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     entries = entries_of(words, volumes, sources)
     folder = storage.join(cfg.run.dir, "leaderboard")
     protocol = protocol_of(cfg, seeds)
-    asked = digest([digest(protocol), whole_digest(store, cohorts)])
+    facts = [cohort_facts(store, cohort, ("checksum", "device")) for cohort in cohorts]
+    asked = digest([digest(protocol), cohorts[0].kind, facts])
     desk = Desk(
         Question(volumes, cohorts, seeds, storage.join(folder, f"fine-tuned_{asked[:12]}")),
         Answers(folder, asked),
@@ -105,7 +106,7 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
         f"leaderboard of {', '.join(entry.label for entry in entries)}: split {cfg.eval.split}",
         " ".join(source.state["checksum"] for source in sources),
     )
-    random, notes = best_random(desk, sources, seeds)
+    random, notes = random_entries(desk, sources)
     columns = [LINEAR, HIDDEN, *words.columns]
     answered = [Row(e, {c: desk.answer(e, c) for c in columns_of(e, columns)}) for e in entries]
     if words.supervised:
@@ -130,10 +131,10 @@ def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> lis
     for number, (source, name) in enumerate(zip(sources, names, strict=True)):
         is_control = number >= len(words.checkpoints)
         label = f"control: {name}" if is_control else name
-        entries.append(checkpoint_entry(volumes, source, f"checkpoint_{number}", label))
+        entries.append(encoder_entry(volumes, source, f"checkpoint_{number}", label))
     if words.image_encoder:
         entries.append(slice_entry(volumes, words.image_encoder))
-    return entries + baseline_entries(volumes)
+    return [*entries, *plain_entries(volumes), *yardstick_entries(volumes)]
 
 
 def columns_of(entry: Entry, columns: Sequence[str]) -> list[str]:
@@ -141,33 +142,21 @@ def columns_of(entry: Entry, columns: Sequence[str]) -> list[str]:
     return [column for column in columns if entry.encoder or column not in NEEDS_ENCODER]
 
 
-def best_random(desk: Desk, sources: Sequence[Source], seeds: Sequence[int]) -> tuple[list[Entry], list[str]]:
-    """For each architecture the random encoder whose probe is best on validation, and a note of all seeds.
-
-    In crossfit each fold has its own: the validation people of a fold are evaluated in another.
-    """
-    cohorts = desk.question.cohorts
-    chosen, notes = [], []
+def random_entries(desk: Desk, sources: Sequence[Source]) -> tuple[list[Entry], list[str]]:
+    """For each architecture the random encoder whose probe is best on validation, and notes of all seeds."""
+    volumes, cohorts = desk.question.volumes, desk.question.cohorts
+    column = LINEAR if len(cohorts) == 1 else BY_FOLD
     of = {architecture(source.cfg): source for source in reversed(sources)}
+    is_one_size = len({source.cfg.model.size for source in of.values()}) == 1
+    chosen = []
     for source in of.values():
-        sizes = {s.cfg.model.size for s in of.values()}
-        size = f" {source.cfg.model.size}" if len(sizes) > 1 else ""
-        entries = [
-            random_entry(desk.question.volumes, source, seed, f"random initialisation{size} (seed {seed})")
-            for seed in seeds
-        ]
-        column = LINEAR if len(cohorts) == 1 else BY_FOLD
-        vals = [[cell.val for cell in desk.answer(entry, column).values()] for entry in entries]
-        best = best_in_each_fold(vals)
-        words, rule = random_words([seeds[number] for number in best])
-        parts = [entries[number] for number in best]
-        label = f"random initialisation{size} ({words})"
-        chosen.append(
-            parts[0] if len(cohorts) == 1 else fold_by_fold(parts, cohorts, "random_by_fold", label)
-        )
-        each = ", ".join(f"seed {seed}: {np.mean(val):.3f}" for seed, val in zip(seeds, vals, strict=True))
-        notes.append(f"Random initialisation{size} is {rule} ({each}).")
-    return chosen, notes
+        arm = "random initialisation" + ("" if is_one_size else f" {source.cfg.model.size}")
+
+        def vals_of(entry: Entry) -> list[float]:
+            return [cell.val for cell in desk.answer(entry, column).values()]
+
+        chosen.append(best_random(volumes, cohorts, source, vals_of, arm))
+    return [entry for entry, _ in chosen], [note for _, note in chosen]
 
 
 def protocol_of(cfg: Config, seeds: Sequence[int]) -> list[object]:
@@ -183,13 +172,3 @@ def protocol_of(cfg: Config, seeds: Sequence[int]) -> list[object]:
     if cfg.model.feature_blocks:
         used["model.feature_blocks"] = cfg.model.feature_blocks
     return [used, list(seeds)]
-
-
-def whole_digest(store: PreparedStore, cohorts: Sequence[Cohort]) -> str:
-    """A hash of the volumes, folds, targets, units and persons of all cohorts."""
-    parts = []
-    for cohort in cohorts:
-        volumes = store.index.loc[cohort.rows, ["checksum", "device"]].astype(str).to_numpy().tolist()
-        columns = (cohort.fold, cohort.target, cohort.unit, cohort.person)
-        parts.append([cohort.kind, cohort.names, volumes, *(column.tolist() for column in columns)])
-    return digest(parts)

@@ -1,7 +1,7 @@
-"""The leaderboard as files: Markdown, CSV, HTML with its figure inside, and the figure.
+"""The leaderboard as files: leaderboard.md, leaderboard.csv, leaderboard.png.
 
-In: a `Board`. Out: leaderboard.md, leaderboard.csv, leaderboard.html, leaderboard.png in its folder, and the
-Markdown as text. Every number is the primary metric of the task's kind (finetuning.answers.metrics.PRIMARY).
+In: a `Board`. Out: the files in its folder, and the Markdown as text. Every number is the primary metric of
+the task's kind (finetuning.cohort.metrics.PRIMARY).
 """
 
 from __future__ import annotations
@@ -10,31 +10,28 @@ import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Estimate
 from finetuning.answers.evaluation import few_people
-from finetuning.answers.metrics import PRIMARY
 from finetuning.answers.scorecard import people_of_classes
 from finetuning.board.answers import Cells
 from finetuning.board.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT
 from finetuning.board.comparison import Comparison, compare, estimate
-from finetuning.board.entries import Entry
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.metrics import PRIMARY
+from finetuning.features.entries import Entry
 from models.probes import intervals
 from models.probes.intervals import ALPHA
 from utils import storage
 from utils.config.schema import Config
-from utils.report.pictures import png_data
+from utils.report.pictures import png
 from utils.tables import NONE, Table, interval, number, page, two_cells, with_interval
 
-HERE = Path(__file__).parent
 TABLE_COLUMNS = (LOW_SHOT, DEVICES)  # that have a table of their own
 READOUTS = (LINEAR, HIDDEN)
 
@@ -79,17 +76,12 @@ class Results:
 def write_pages(board: Board) -> str:
     """Write all files; returns the Markdown, with where the files are."""
     results = results_of(board)
-    tables = tables_of(board, results)
-    figure = draw(board, results)
-    lines = sentences(board, results)
-    text = page(f"Leaderboard: {board.cfg.task.label_column}", lines, [], tables)
+    title = f"Leaderboard: {board.cfg.task.label_column}"
+    text = page(title, sentences(board, results), [], tables_of(board, results))
     storage.write_text(storage.join(board.folder, "leaderboard.md"), text)
     storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board, results))
-    storage.write_text(storage.join(board.folder, "leaderboard.html"), html(board, tables, lines, figure))
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), buffer.getvalue())
-    return f"{text}\n{board.folder}: leaderboard.md, .csv, .html, .png"
+    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), png(draw(board, results), 130))
+    return f"{text}\n{board.folder}: leaderboard.md, .csv, .png"
 
 
 def results_of(board: Board) -> Results:
@@ -123,35 +115,23 @@ def sentences(board: Board, results: Results) -> list[str]:
     shown = [c for c in results.comparisons if c.shown]
     doubted = sum(bool(c.doubt) for c in results.comparisons)
     unclear = f"; of {doubted} nothing can be said" if doubted else ""
-    smallest = max((c.could_have_shown for c in results.comparisons), default=None)
+    order = "validation"
+    if board.cfg.eval.protocol == "crossfit":
+        order = "name: the validation participants of a fold are evaluated in another"
     unique = {person for c in board.cohorts for person in c.person[c.fold == EVALUATED].tolist()}
     looked = "this command added it" if board.is_new_look else "all answers were kept, this was no new one"
     lines = [
         f"Look {board.look} of this split ({looked}).",
         f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
         f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
-        f"{_order(board)} linear: logistic or ridge probe on pooled frozen features, C chosen on "
-        "validation; hidden: one hidden layer. Means over seeds where seeds differ: low-shot draws, trained "
-        "heads.",
+        f"Ordered by {order}. Means over seeds where seeds differ: low-shot draws, trained heads.",
         f"{len(results.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
         + f" (Holm's p below {ALPHA:g} over all of them{unclear}).",
     ]
-    if smallest is not None:
-        lines.append(
-            f"The pair that disagrees most could have shown {smallest:.3f} (80 % power, before correction)."
-        )
+    if board.store.attrs["synthetic"]:
+        lines.append("On synthetic data: it says nothing about real retinas.")
     return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
-
-
-def _order(board: Board) -> str:
-    """How rows are ordered, in words."""
-    if board.cfg.eval.protocol == "official":
-        return "Ordered by validation."
-    return (
-        "Ordered by name: the validation participants of a fold are evaluated in another, so an order by "
-        "validation would not be independent of the evaluated numbers."
-    )
 
 
 def _where(board: Board) -> str:
@@ -325,22 +305,6 @@ def csv_text(board: Board, results: Results) -> str:
                 fixed = [len(cell.predictions), cell.participants, board.look]
                 writer.writerow([row.entry.label, name, value, low, high, cell.val, *fixed])
     return buffer.getvalue()
-
-
-def html(board: Board, tables: list[Table], lines: list[str], figure: Figure) -> str:
-    """The page, with its figure inside."""
-    template = Environment(
-        loader=FileSystemLoader([HERE, HERE.parents[1] / "utils" / "report"]),
-        autoescape=True,
-        undefined=StrictUndefined,
-    ).get_template("page.html.j2")
-    return template.render(
-        title=f"Leaderboard: {board.cfg.task.label_column}",
-        synthetic=bool(board.store.attrs["synthetic"]),
-        lines=lines,
-        figure=png_data(figure),
-        tables=tables,
-    )
 
 
 def draw(board: Board, results: Results) -> Figure:

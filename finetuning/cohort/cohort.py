@@ -57,6 +57,11 @@ class Cohort:
         """Numbers that a head predicts: one a class, one a label, or one value."""
         return 1 if self.kind == "regression" else len(self.names)
 
+    def where(self, chosen: np.ndarray) -> Cohort:
+        """Some of the volumes: a mask [n] or places."""
+        names = ("rows", "fold", "target", "unit", "person")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in names})
+
 
 def read_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -> list[Cohort]:
     """The cohorts of eval.protocol: one, or one a fold; `seen` are the people of pre-training."""
@@ -142,27 +147,10 @@ def count_seen(cfg: Config, people: Iterable[str], seen: Mapping[str, Iterable[s
 
 
 def seen_by_head(cfg: Config, state: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Whom a head's file says that a training saw; with eval.split=val those that it was chosen on are
-    evaluated, and the table says so.
-    """
+    """Whom a head's file says that a training saw; with eval.split=val its choice is no training."""
     people = state["participants"]
     seen = {"training": people["train"], "encoder's pre-training": state["pretraining_participants"]}
     return seen | ({"validation": people["val"]} if cfg.eval.split != "val" else {})
-
-
-def deal_over_people(person_U: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Whose truth each unit gets when truth is dealt out anew over people: numbers of units [U].
-
-    People with equally many units swap their whole lists, in the order of their units. A person with as many
-    units as nobody else keeps its own.
-    """
-    _, inverse, counts = np.unique(person_U, return_inverse=True, return_counts=True)
-    places = np.split(np.argsort(inverse, kind="stable"), np.cumsum(counts)[:-1])
-    source = np.empty(len(person_U), int)
-    for size in np.unique(counts):
-        units_PN = np.stack([places[number] for number in np.flatnonzero(counts == size)])
-        source[units_PN] = units_PN[rng.permutation(len(units_PN))]
-    return source
 
 
 def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
@@ -233,8 +221,7 @@ def _take(cohort: Cohort, sides: Sequence[np.ndarray]) -> Cohort:
     """The cohort whose folds are these rows of `cohort`: a mask [n] a fold."""
     at = np.concatenate([np.flatnonzero(side) for side in sides])
     fold = np.repeat(np.arange(len(sides)), [int(side.sum()) for side in sides])
-    columns = {name: getattr(cohort, name)[at] for name in ("rows", "target", "unit", "person")}
-    return replace(cohort, fold=fold, **columns)
+    return replace(cohort.where(at), fold=fold)
 
 
 def _classes(cohort: Cohort, fold: int | None = None) -> list[int]:

@@ -67,10 +67,7 @@ class Labels:
 
 
 def units_of(index: pd.DataFrame, unit: str) -> pd.Series:
-    """Whom a row of the store is about: SOP instance (path where it has none), PERSON_L or PERSON_R, person.
-
-    A volume whose eye is not known is no unit: missing.
-    """
+    """Whom a row is about: SOP instance (else path), PERSON_L or _R (missing: unknown), or person."""
     if unit == "volume":
         return index["sop_instance_uid"].where(index["sop_instance_uid"].fillna("") != "", index["path"])
     if unit == "eye":
@@ -134,9 +131,7 @@ def label_columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 def check_table(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError for a table of labels that cannot be read, or lacks a column that the task needs: it is
-    asked before a checkpoint, a store or torch.
-    """
+    """Raise UserError for a table that cannot be read or lacks a column: before a checkpoint or torch."""
     written = OmegaConf.merge(read_file(config), read_words(overrides))
     content = OmegaConf.to_container(written, resolve=False)
     given = content.get("task") if isinstance(content, dict) else None
@@ -198,9 +193,7 @@ def _store_ids(index: pd.DataFrame, unit: str) -> dict[str, str]:
 
 
 def _row_id(cell: str, side: str, unit: str, where: str, known: Collection[str]) -> str | None:
-    """The id of a row of the table as the store writes it, by its `known` people and paths; None where the
-    cell is empty.
-    """
+    """A row's id as the store writes it, by its `known` people and paths; None of an empty cell."""
     if unit == "volume":
         return path if (path := path_of(cell)) in known else path_of(cell.strip())
     person = person_id_of(cell, known)

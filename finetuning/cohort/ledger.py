@@ -75,6 +75,13 @@ def digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def cohort_facts(store: PreparedStore, cohort: Cohort, columns: Sequence[str]) -> list[object]:
+    """Plain values of a cohort: these columns of its volumes, folds, targets, units, people, names."""
+    volumes = store.index.loc[cohort.rows, list(columns)].astype(str).to_numpy().tolist()
+    parts = (cohort.fold, cohort.target, cohort.unit, cohort.person)
+    return [volumes, *(part.tolist() for part in parts), cohort.names]
+
+
 def data_digest(store: PreparedStore, *cohorts: Cohort) -> str:
     """What the evaluated folds of the cohorts are: a hash of their volumes, targets and persons."""
     volumes: list[tuple[str, str, list[float]]] = []

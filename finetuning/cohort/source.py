@@ -73,9 +73,7 @@ def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
 
 
 def find_checkpoint(wanted: str, options: StorageOptions) -> str:
-    """The checkpoint that a file name or a run's folder means: in a folder the best by probe, else by RankMe,
-    else the newest; raises UserError where there is none.
-    """
+    """A file, or of a run's folder the best by probe, else by RankMe, else the newest; raises UserError."""
     if wanted.endswith(".pt"):
         return wanted
     for folder in (storage.join(wanted, "checkpoints"), wanted):
@@ -91,9 +89,7 @@ def find_checkpoint(wanted: str, options: StorageOptions) -> str:
 
 
 def is_task_file(path: str | Path) -> bool:
-    """Whether a file of configs/ names no method: that of a task, which stands on a checkpoint. False for a
-    file that cannot be read: load_config says what is wrong.
-    """
+    """Whether a file of configs/ names no method: a task's. False where it cannot be read."""
     try:
         return "method" not in read_file(path)
     except ConfigError:
@@ -168,10 +164,7 @@ def on_own_endpoint(cfg: Config, overrides: Sequence[str]) -> Config:
 
 
 def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...]) -> Config:
-    """The configuration of the file at `url` with overrides of keys that start as `may_change`.
-
-    Raises ConfigError for another key.
-    """
+    """The configuration of the file at `url` with overrides; ConfigError for a key that may not change."""
     cfg = changed_config(trained, overrides, url)
     before = dict(flatten(trained))
     for key, value in flatten(cfg):
@@ -181,9 +174,7 @@ def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: 
 
 
 def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
-    """The configuration of the head at `url` with the overrides; raises ConfigError for one that would be
-    another head.
-    """
+    """The configuration of the head at `url` with the overrides; ConfigError for those of another head."""
     cfg = overridden(trained, url, overrides, MAY_CHANGE)
     has_folds = cfg.task.kind in DENSE_KINDS or cfg.finetune.encoder == "frozen"
     if cfg.eval.protocol == "crossfit" and not has_folds:

@@ -57,10 +57,7 @@ class Folder:
     with_patches: bool
 
     def begin(self, about: Mapping[str, Any], num_rows: int, shape: tuple[int, int]) -> None:
-        """Make the folder for rows of `shape` (N, E), or check that the one here is of the same features.
-
-        Raises UserError that names the first difference.
-        """
+        """Make the folder for rows of `shape` (N, E), or check the one here; UserError names a difference."""
         about_url = storage.join(self.url, ABOUT)
         if storage.exists(about_url, self.options):
             written = json.loads(storage.read_text(about_url, self.options))
@@ -79,32 +76,22 @@ class Folder:
 
     def _make_patches(self, num_rows: int, shape: tuple[int, int]) -> None:
         """The two arrays: those that are here made longer, as a store only grows, the others new."""
-        group = zarr.open_group(
-            ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False), mode="a"
-        )
+        keys = ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False)
+        group = zarr.open_group(keys, mode="a")
         codecs = [BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=2), Crc32cCodec()]
-        if "tokens" not in group:
-            group.create_array(
-                "tokens",
-                shape=(num_rows, *shape),
-                chunks=(1, *shape),
-                dtype="float16",
-                compressors=codecs,
-                fill_value=np.nan,
-                dimension_names=("row", "token", "feature"),
-            )
-        if "valid" not in group:
-            group.create_array(
-                "valid",
-                shape=(num_rows, shape[0]),
-                chunks=(1, shape[0]),
-                dtype="bool",
-                fill_value=False,
-                dimension_names=("row", "token"),
-            )
-        for array in (self._tokens, self._valid):
+        kinds: dict[str, Any] = {
+            "tokens": {"dtype": "float16", "fill_value": np.nan, "compressors": codecs},
+            "valid": {"dtype": "bool", "fill_value": False},
+        }
+        for name, of_kind in kinds.items():
+            inner = shape if name == "tokens" else shape[:1]
+            if name not in group:
+                names = ("row", "token", "feature")[: 1 + len(inner)]
+                whole, chunk = (num_rows, *inner), (1, *inner)
+                group.create_array(name, shape=whole, chunks=chunk, dimension_names=names, **of_kind)
+            array: zarr.Array = getattr(self, f"_{name}")
             if array.shape[0] < num_rows:
-                array.resize((num_rows, *array.shape[1:]))
+                array.resize((num_rows, *inner))
 
     @cached_property
     def _tokens(self) -> zarr.Array:

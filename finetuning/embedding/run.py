@@ -57,12 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def embed(
-    checkpoint: str,
-    store: str | None,
-    places: Places,
-    out: str,
-    patches: bool,
-    overrides: Sequence[str],
+    checkpoint: str, store: str | None, places: Places, out: str, patches: bool, overrides: Sequence[str]
 ) -> int:
     """Write the folder `out`; returns the exit code: EXIT_FAILURE where a volume has no features."""
     setup_logging(int(os.environ.get("RANK", "0")))

@@ -74,9 +74,7 @@ class Scan:
 
 
 def find_scans(places: Places, options: StorageOptions, workers: int | None, out: str = "") -> list[Scan]:
-    """The scans that `places` mean, each once; none below `out`, where this command writes. Raises UserError
-    for a folder without one, and for DICOM that is not there.
-    """
+    """The scans that `places` mean, each once, none below `out`; UserError for a place without one."""
     scans: dict[str, Scan] = {}
     only_dicom = bool(places.dicoms)
     num_workers = count_loaders(workers)

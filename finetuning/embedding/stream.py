@@ -37,9 +37,7 @@ class NoFeaturesError(Exception):
 
 
 def read_ahead(cfg: Config, volumes: Volumes, rows: Sequence[int]) -> Iterator[tuple[int, Volume | Reject]]:
-    """The rows in their order, while the next ones are read: files by data.workers processes, a store by a
-    thread. Raises TransientError where storage does not answer, or a reader was killed.
-    """
+    """The rows in order, read ahead; TransientError where storage does not answer, or a reader was killed."""
     workers = count_loaders(cfg.data.workers) if volumes.uses_processes else 0
     with pool_of(workers) as pool:
         running: deque[tuple[int, Future[Volume | Reject]]] = deque()

@@ -64,9 +64,7 @@ def stored_familiarity(state: Mapping[str, Any]) -> Familiarity | None:
 
 
 def fit_familiarity(features_nF: np.ndarray, person: np.ndarray) -> Familiarity | None:
-    """From pooled features of the training volumes; None of fewer than MIN_PEOPLE people, or of features
-    that do not vary.
-    """
+    """From pooled training features; None of fewer than MIN_PEOPLE people, or where nothing varies."""
     people = len(np.unique(person))
     features = np.asarray(features_nF, np.float64)
     if people < MIN_PEOPLE or not (features.std(axis=0) > 0).any():

@@ -8,7 +8,6 @@ evaluation mode; float32 `[n, F]` features, one row per volume. Normalisation an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.valid_field import voxel_valid
 from finetuning.cohort.source import require_pretraining
-from models.probes.features import embed
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
 from models.weights.shape import num_prefix_of, with_features
@@ -75,38 +73,15 @@ def random_encoder(cfg: Config, seed: int) -> VisionTransformer3D:
         return with_features(build_encoder(cfg), cfg.model.feature_blocks).eval().requires_grad_(False)
 
 
-def _watched(
-    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime, title: str
-) -> Iterator[dict[str, Tensor]]:
-    """The batches of `rows` on the device; how many there have been is shown under `title`."""
-    batches = evaluation_batches(cfg, store, rows, EVALUATION_BATCH)
-    total = math.ceil(len(rows) / EVALUATION_BATCH)
-    return map(runtime.to_device, track(batches, total, title, "batches"))
-
-
-def embed_rows(
-    encoder: nn.Module,
-    cfg: Config,
-    store: PreparedStore,
-    rows: np.ndarray,
-    runtime: Runtime,
-    title: str = "features",
-) -> np.ndarray:
-    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`. `title`: whose
-    features they are, beside the progress on stderr.
-    """
-    encoder.to(runtime.device)
-    batches = _watched(cfg, store, rows, runtime, title)
-    return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
-
-
 def raw_features(
     cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
 ) -> tuple[np.ndarray, np.ndarray]:
     """Baselines without an encoder: averaged voxels [n, V], mean A-scan over valid voxels [n, H]."""
     d, h, w = (min(a, b) for a, b in zip(cfg.spatial.image_size, BASELINE_VOXELS, strict=True))
     voxels, profiles = [], []
-    for batch in _watched(cfg, store, rows, runtime, "raw voxels"):
+    batches = evaluation_batches(cfg, store, rows, EVALUATION_BATCH)
+    total = math.ceil(len(rows) / EVALUATION_BATCH)
+    for batch in map(runtime.to_device, track(batches, total, "raw voxels", "batches")):
         view = plain_view(batch)
         inside = voxel_valid(batch["matrix"], batch["valid_box"], cfg.spatial.image_size)
         voxels.append(F.adaptive_avg_pool3d(view, (d, h, w)).flatten(1).cpu())

@@ -7,27 +7,17 @@ with the C that validation chose. Classes: logistic; a value: ridge; several lab
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import numpy as np
-from sklearn.decomposition import PCA
 
-from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, deal_over_people
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.predictions import Scored
-from finetuning.features.pooled import device_features, raw_features
 from models.probes.hidden import fit_hidden_classes, fit_hidden_value
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
-from models.probes.tokens import DensePrediction, Rows, ridge_rows
-from utils.config.schema import Config
 from utils.errors import UserError
-from utils.runtime.single import Runtime
 
-RANDOM_SEEDS = 3  # random initialisations to compare with
-MAX_COMPONENTS = 256  # of the raw-voxel PCA
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
-Readout = Callable[[Rows, Rows, Rows], DensePrediction]  # ridge_rows or hidden_rows
 
 
 @dataclass(frozen=True)
@@ -41,11 +31,7 @@ class Probed:
 
 
 def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False) -> Probed:
-    """Fit on each cohort's training fold, choose C on its validation fold, score all of its volumes;
-    `is_hidden`: one hidden layer, whose step is chosen there.
-
-    Raises UserError for a training fold with one class only.
-    """
+    """Fit on TRAIN, choose C (of a hidden layer the step) on VAL, score all; UserError for one class."""
     scores, fitted, width = [], [], 0
     for cohort in cohorts:
         features_nF = features(cohort)
@@ -61,131 +47,9 @@ def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False
     )
 
 
-def baselines(
-    cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
-) -> dict[str, tuple[str, Features]]:
-    """name -> (label, features) of what needs no encoder; `rows`: all that will be asked for, ascending."""
-
-    @cache
-    def raw() -> tuple[np.ndarray, np.ndarray]:
-        return raw_features(cfg, store, rows, runtime)
-
-    def components(cohort: Cohort) -> np.ndarray:
-        """The principal components of the training fold."""
-        is_train, voxels = cohort.fold == TRAIN, of_rows(rows, raw()[0])(cohort)
-        count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1])
-        return PCA(count, random_state=0).fit(voxels[is_train]).transform(voxels)
-
-    return {
-        "voxel_pca": ("raw-voxel PCA", components),
-        "ascan_profile": ("mean A-scan profile", lambda cohort: of_rows(rows, raw()[1])(cohort)),
-        "device": (
-            "device one-hot",
-            lambda cohort: device_features(store, cohort.rows, cohort.rows[cohort.fold == TRAIN]),
-        ),
-    }
-
-
-def best_in_each_fold(arms: Sequence[Sequence[float]]) -> list[int]:
-    """The number of the arm that each fold takes, from validation scores [arm][fold]: the fold's own best.
-
-    A mean over folds must not choose: the validation people of a fold are evaluated in another one.
-    """
-    return [int(np.argmax(scores)) for scores in zip(*arms, strict=True)]
-
-
-def random_words(seeds: Sequence[int]) -> tuple[str, str]:
-    """How a table names the seed that each fold took, and the rule by which."""
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}", "the seed that is best on validation participants"
-    return (
-        "a seed a fold",
-        "in each fold the seed that is best on the fold's own validation participants, here "
-        + ", ".join(map(str, seeds)),
-    )
-
-
-def join_folds(parts: Sequence[Probed]) -> Probed:
-    """Probes of one cohort each as one of all; C is the median over cohorts, the score their mean."""
-    return Probed(
-        Scored(
-            tuple(cohort for part in parts for cohort in part.scored.cohorts),
-            tuple(scores for part in parts for scores in part.scored.scores),
-        ),
-        None if parts[0].chosen_c is None else float(np.median([part.chosen_c for part in parts])),
-        float(np.mean([part.val_score for part in parts])),
-        parts[0].num_features,
-    )
-
-
-def read_by_fold(
-    features_nF: np.ndarray,
-    targets_nL: np.ndarray,
-    person: np.ndarray,
-    fold: np.ndarray,
-    readout: Readout = ridge_rows,
-) -> DensePrediction:
-    """Values of the evaluated fold, by the protocol of models.probes.tokens."""
-    train, val, evaluated = (
-        Rows(features_nF[fold == one], targets_nL[fold == one], person[fold == one])
-        for one in (TRAIN, VAL, EVALUATED)
-    )
-    return readout(train, val, evaluated)
-
-
 def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
     """Features of store rows, ascending, for any cohort of them."""
     return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
-
-
-def judged_by(cohorts: Sequence[Cohort], probed: Probed) -> Probed:
-    """The same scores with the targets of other cohorts of the same volumes."""
-    return replace(probed, scored=Scored(tuple(cohorts), probed.scored.scores))
-
-
-def permuted(cohort: Cohort, seed: int) -> Cohort:
-    """The cohort with the targets of its training and validation people dealt out again within each fold.
-
-    The volumes of a unit keep one target, the units of a person come from one person (deal_over_people);
-    units of the evaluated fold keep theirs.
-    """
-    rng = np.random.default_rng(seed)
-    target = cohort.target.copy()
-    for fold in (TRAIN, VAL):
-        at = np.flatnonzero(cohort.fold == fold)
-        _, first, inverse = np.unique(cohort.unit[at], return_index=True, return_inverse=True)
-        dealt = deal_over_people(cohort.person[at][first], rng)
-        target[at] = cohort.target[at][first][dealt][inverse]
-    return replace(cohort, target=target)
-
-
-def device_cohorts(cohorts: Sequence[Cohort], store: PreparedStore) -> list[Cohort]:
-    """The same folds with the device as the class, a unit for each person and device.
-
-    Volumes whose device the training fold lacks are left out; empty where fewer than two devices are in
-    the training, or any in another fold.
-    """
-    parts = []
-    names = tuple(
-        sorted(set(store.index.loc[np.concatenate([c.rows for c in cohorts]), "device"].fillna("unknown")))
-    )
-    for cohort in cohorts:
-        device = store.index.loc[cohort.rows, "device"].fillna("unknown").to_numpy(str)
-        known = np.isin(device, np.unique(device[cohort.fold == TRAIN]))
-        part = Cohort(
-            "classification",
-            names,
-            cohort.rows[known],
-            cohort.fold[known],
-            np.searchsorted(names, device[known]).astype(np.float64)[:, None],
-            np.char.add(np.char.add(cohort.person[known], "_"), device[known]),
-            cohort.person[known],
-        )
-        devices = len(np.unique(part.target[part.fold == TRAIN]))
-        if devices < 2 or not all((part.fold == fold).any() for fold in (VAL, EVALUATED)):
-            return []
-        parts.append(part)
-    return parts
 
 
 def _fit(cohort: Cohort, features_nF: np.ndarray, is_hidden: bool) -> list[Fitted]:

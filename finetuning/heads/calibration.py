@@ -64,11 +64,7 @@ def stored_calibration(state: Mapping[str, Any]) -> Calibration:
 
 
 def calibrate(kind: str, outputs_nC: Tensor, target_nT: np.ndarray, person: np.ndarray) -> Calibration:
-    """The temperature of a head from volumes of VAL: outputs [n, C], targets [n, T] of a
-    `Cohort`.
-
-    Every participant weighs the same. FOLDS folds of people say whether a temperature helps.
-    """
+    """The temperature from volumes of VAL: outputs [n, C], targets [n, T]; people weigh the same."""
     if kind == "regression":
         return Calibration(None, OF_VALUES)
     people = len(np.unique(person))

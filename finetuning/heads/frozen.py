@@ -35,14 +35,7 @@ from finetuning.features.pooled import pretrained_encoder
 from finetuning.heads.calibration import calibrate
 from finetuning.heads.epochs import Best, Epochs, hand_over
 from finetuning.heads.head_file import Standardise, head_state
-from finetuning.heads.objective import (
-    METRICS,
-    Task,
-    judge,
-    metric_name,
-    row_losses,
-    to_scores,
-)
+from finetuning.heads.objective import METRICS, Task, judge, metric_name, row_losses, to_scores
 from models.heads import build_head, reads_tokens, rescale_output
 from models.optimizer import warmup_cosine
 from utils.config.schema import Config
@@ -163,14 +156,6 @@ class Grid:
         return torch.cat(batches, dim=1)
 
 
-@dataclass(frozen=True)
-class TrainedHead:
-    """A head and how it was chosen."""
-
-    head: nn.Module
-    validation: dict[str, Any]
-
-
 def train_grid(
     cfg: Config,
     cohort: Cohort,
@@ -178,8 +163,8 @@ def train_grid(
     width: int,
     device: torch.device,
     run_log: AnyLog | None = None,
-) -> TrainedHead:
-    """Train all pairs of head.learning_rates x head.weight_decays; returns the best on VAL.
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Train all pairs of head.learning_rates x head.weight_decays; the best on VAL, and how it was chosen.
 
     The score is that of finetuning.heads.objective.METRICS on units, a tie goes to the smaller loss, then to
     the first pair. Ends after train.epochs (or max_steps), or when for finetune.patience epochs no member
@@ -212,7 +197,7 @@ def train_grid(
                 run_log.metrics(done, {"val/loss": loss, metric_name(METRICS[cohort.kind]): score})
                 if epochs.is_over(done, bests):
                     break
-    return _chosen(grid, bests, cohort.kind, *task.scale)
+    return _chosen(grid, bests, task)
 
 
 def epochs_of(cfg: Config, cohort: Cohort) -> Epochs:
@@ -250,7 +235,7 @@ def _leader(bests: Sequence[Best[Member]]) -> int:
     return max(range(len(bests)), key=lambda g: bests[g].rank)
 
 
-def _chosen(grid: Grid, bests: list[Best[Member]], kind: str, centre: float, spread: float) -> TrainedHead:
+def _chosen(grid: Grid, bests: list[Best[Member]], task: Task) -> tuple[nn.Module, dict[str, Any]]:
     """The best member as a head that predicts in the label's own unit."""
     number = _leader(bests)
     best = bests[number]
@@ -261,19 +246,14 @@ def _chosen(grid: Grid, bests: list[Best[Member]], kind: str, centre: float, spr
         )
     head = copy.deepcopy(grid.head).eval()
     head.load_state_dict(best.weights)
-    if kind == "regression":
-        rescale_output(head, centre, spread)
+    if task.kind == "regression":
+        rescale_output(head, *task.scale)
     lines = [
-        {
-            "learning_rate": rate,
-            "weight_decay": decay,
-            "epoch": b.epoch,
-            "score": b.rank[0],
-            "loss": -b.rank[1],
-        }
+        {"learning_rate": rate, "weight_decay": decay}
+        | {"epoch": b.epoch, "score": b.rank[0], "loss": -b.rank[1]}
         for (rate, decay), b in zip(grid.pairs, bests, strict=True)
     ]
-    return TrainedHead(head, {"metric": METRICS[kind], **lines[number], "grid": lines})
+    return head, {"metric": METRICS[task.kind], **lines[number], "grid": lines}
 
 
 @torch.no_grad()
@@ -304,22 +284,17 @@ def head_inputs(
 
 
 def scores_of_fold(kept: KeptFeatures, cohort: Cohort) -> tuple[np.ndarray, float]:
-    """Scores of all volumes [n, C] by the head of `kept.cfg` that this cohort trains and chooses, and its
-    score on VAL.
-    """
+    """Scores of all volumes [n, C] by the head that this cohort trains and chooses, and its score on VAL."""
     inputs, _ = head_inputs(kept, cohort, (TRAIN, VAL, EVALUATED))
-    width = int(kept.encoder.feature_width)  # type: ignore[arg-type]  # nn.Module hides the type of its attributes
-    trained = train_grid(kept.cfg, cohort, inputs, width, kept.runtime.device)
-    outputs = head_outputs(trained.head.to(kept.runtime.device), inputs, np.arange(len(cohort.rows)))
-    return to_scores(cohort.kind, outputs.double()).numpy(), float(trained.validation["score"])
+    head, validation = train_grid(kept.cfg, cohort, inputs, kept.feature_width, kept.runtime.device)
+    outputs = head_outputs(head.to(kept.runtime.device), inputs, np.arange(len(cohort.rows)))
+    return to_scores(cohort.kind, outputs.double()).numpy(), float(validation["score"])
 
 
 def train_frozen(
     source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime
 ) -> tuple[str, dict[str, Any]]:
-    """Train a head on the features of a checkpoint's encoder, with the log of a run; returns its file's URL
-    and content.
-    """
+    """Train a head on a checkpoint's features, with the log of a run; returns its file's URL and content."""
     cfg = source.cfg
     encoder = pretrained_encoder(cfg, source.state, source.url)
     kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
@@ -327,16 +302,16 @@ def train_frozen(
     (Path(cfg.run.dir) / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     total = epochs_of(cfg, cohort).calendar.total
     with log_anew(cfg, total, synthetic=bool(store.attrs["synthetic"])) as run_log:
-        trained = train_grid(cfg, cohort, inputs, encoder.feature_width, runtime.device, run_log)
+        head, validation = train_grid(cfg, cohort, inputs, kept.feature_width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
-        outputs = head_outputs(trained.head, inputs, np.flatnonzero(is_val))
+        outputs = head_outputs(head, inputs, np.flatnonzero(is_val))
         state = head_state(
             source,
             store,
             cohort,
-            trained.head,
+            head,
             standardise,
-            trained.validation,
+            validation,
             calibration=calibrate(cohort.kind, outputs, cohort.target[is_val], cohort.person[is_val]),
             familiarity=fit_familiarity(training_features(kept, cohort), cohort.person[is_train]),
         )

@@ -207,9 +207,7 @@ def trained_encoder(cfg: Config, weights: dict[str, Tensor], where: str) -> Visi
 def checkpoint_of(
     state: dict[str, Any], url: str, options: StorageOptions | None, encoder_url: str | None
 ) -> tuple[dict[str, Any], str]:
-    """The checkpoint with the checksum that the head of this file was trained on, which may have moved to
-    `encoder_url`, and its URL; raises CheckpointError for another one.
-    """
+    """The checkpoint, perhaps moved, that a head was trained on, and its URL; else CheckpointError."""
     if encoder_url is None:
         require_known_place(state["encoder"]["url"], url, "model.checkpoint")
     source = find_checkpoint(encoder_url or state["encoder"]["url"], options or StorageOptions())

@@ -13,18 +13,17 @@ or values, and one number by which heads and epochs are chosen.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import cohen_kappa_score, roc_auc_score
 from torch import Tensor
 
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
+from finetuning.cohort.metrics import observed
 from finetuning.cohort.predictions import Predictions, pool
-from models.probes.participants import Prediction, balanced_accuracy, participant_weights
+from models.probes.participants import participant_weights
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -42,10 +41,7 @@ def metric_name(metric: str) -> str:
 
 
 def target_scale(cohort: Cohort) -> tuple[float, float]:
-    """Mean and standard deviation of a regression's values on the training participants; else 0 and 1.
-
-    Raises UserError where the value does not vary.
-    """
+    """Mean and deviation of a value on TRAIN, else 0 and 1; UserError where it does not vary."""
     if cohort.kind != "regression":
         return 0.0, 1.0
     train = cohort.fold == TRAIN
@@ -60,9 +56,7 @@ def target_scale(cohort: Cohort) -> tuple[float, float]:
 
 
 def row_losses(kind: str, outputs_BC: Tensor, target_BT: Tensor) -> Tensor:
-    """Loss of each volume and value, [B, T] (of several heads: [G, B, C] -> [G, B, T]); T = 1 but for
-    multilabel.
-    """
+    """Losses [B, T], T = 1 but for multilabel; of several heads [G, B, C] -> [G, B, T]."""
     if kind == "regression":
         return (outputs_BC - target_BT).square()
     if kind == "multilabel":
@@ -136,25 +130,13 @@ def judge(cohort: Cohort, outputs_nC: Tensor, scale: tuple[float, float]) -> tup
 
 
 def validation_score(predictions: Predictions) -> float:
-    """The metric of METRICS for this kind of task; larger is better.
-
-    A label of a multilabel task with only one value has no AUROC and is left out; 0.5 where none has one.
-    """
-    truth, scores = predictions.truth, predictions.scores
+    """The metric of METRICS, larger is better; a label with one value is left out, 0.5 where all are."""
     if predictions.kind == "regression":
-        return -float(np.mean((scores - truth) ** 2))
+        return -float(np.mean((predictions.scores - predictions.truth) ** 2))
+    measured = observed(predictions)
     if predictions.kind == "multilabel":
-        areas = [
-            roc_auc_score(values, column)
-            for values, column in zip(truth.T, scores.T, strict=True)
-            if values.min() < values.max()
-        ]
-        return float(np.mean(areas)) if areas else 0.5
-    labels = truth[:, 0].astype(int)
-    if predictions.kind == "classification":
-        return balanced_accuracy(Prediction(predictions.unit, labels, scores))
-    with warnings.catch_warnings():
-        # where truth and prediction are one and the same class, kappa is 0 / 0: no agreement beyond chance
-        warnings.simplefilter("ignore")
-        kappa = cohen_kappa_score(labels, scores.argmax(axis=1), weights="quadratic")
-    return float(np.nan_to_num(kappa))
+        areas = measured.by_class["auroc"]
+        return 0.5 if np.isnan(areas).all() else float(np.nanmean(areas))
+    name = "balanced_accuracy" if predictions.kind == "classification" else "quadratic_kappa"
+    # where truth and prediction are one and the same class, kappa is 0 / 0: no agreement beyond chance
+    return float(np.nan_to_num(measured.overall[name][0]))

@@ -176,10 +176,7 @@ def checkpoint_state(tuning: Tuning, progress: Progress) -> dict[str, Any]:
 
 
 def restore(tuning: Tuning) -> Progress:
-    """Load this run's newest intact checkpoint, if any; returns the progress.
-
-    The first process of the group reads, and all of them load what it has.
-    """
+    """The progress of this run's newest intact checkpoint, if any, which one process reads and all load."""
     runtime = tuning.runtime
     group = runtime.group
     runtime.mark_step()
@@ -198,9 +195,7 @@ def restore(tuning: Tuning) -> Progress:
 
 
 def _read(tuning: Tuning) -> dict[str, Any] | None:
-    """Weights, moments and progress of the newest intact checkpoint; None where there is none. Raises
-    UserError where it is another run's.
-    """
+    """Weights, moments, progress of the newest intact checkpoint, if any; UserError for another run's."""
     cfg, source = tuning.cfg, tuning.source
     where = str(cfg.train.ckpt_dir)
     state = load_newest(where, cfg.data.storage_options)
@@ -214,17 +209,12 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
     refuse_changes(
         config_of_yaml(state["config"], where, to_go_on=True), cfg, where, moved=keys_with("is_place")
     )
+    data, truth = cfg.data.store, cohort_checksum(tuning.cohort, tuning.store)
     expected = {
-        "total_steps": (
-            tuning.calendar.total,
-            f"a run of {state['total_steps']} updates, which its rates rest on,",
-        ),
+        "total_steps": (tuning.calendar.total, f"a run of {state['total_steps']} updates"),
         "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
-        "cohort_sha256": (
-            cohort_checksum(tuning.cohort, tuning.store),
-            f"the labelled volumes of {cfg.data.store}",
-        ),
-        "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {cfg.data.store}"),
+        "cohort_sha256": (truth, f"the labelled volumes of {data}"),
+        "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {data}"),
     }
     for key, (value, text) in expected.items():
         if state[key] != value:
@@ -234,9 +224,7 @@ def _read(tuning: Tuning) -> dict[str, Any] | None:
 
 
 def settle_memory(tuning: Tuning, step: int) -> Tuning:
-    """The fine-tuning with the largest per-core batch that fits every process, before the first update.
-    Raises UserError when one volume does not fit.
-    """
+    """The fine-tuning with the largest per-core batch that fits every process; UserError where none does."""
     model, runtime = tuning.model, tuning.runtime
 
     def work_of(cfg: Config) -> Callable[[], None]:

@@ -1,9 +1,9 @@
-"""Who is compared: one volume for each eye and device, and the volumes that probes are fitted on.
+"""Who is compared: one volume for each eye and device, and training volumes to standardise by.
 
 In: a configuration and the store. Out: `Eyes`. The evaluated people are those of eval.split. Of the volumes
 of an eye on one device that pass the data.* filters one counts: that of the protocol which most evaluated
 eyes have on this device (of equals one of the macula, then the first by name), so a device stands for one
-protocol. Probes are fitted on volumes of the same protocols of split train, and choose on split val.
+protocol. The training volumes are of the same protocols, of split train.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import pandas as pd
 
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
+from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.cohort.labels import units_of
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
 
 MIN_EYES = 2
-TRAIN_VOLUMES, VAL_VOLUMES = 256, 96  # of so many the probes are fitted and chosen
+TRAIN_VOLUMES = 256  # at most, drawn by the seed
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Eyes:
-    """Volumes of three folds; of EVALUATED at most one for each eye and device, each eye on two or more."""
+    """Volumes of TRAIN, and of EVALUATED at most one for each eye and device, each eye on two or more."""
 
     rows: np.ndarray  # store rows [n]
-    fold: np.ndarray  # TRAIN, VAL or EVALUATED [n]
+    fold: np.ndarray  # TRAIN or EVALUATED [n]
     person: np.ndarray  # str [n]
     eye: np.ndarray  # str [n]: PERSON_L or PERSON_R
     device: np.ndarray  # str [n]
@@ -59,8 +59,7 @@ def choose_eyes(cfg: Config, store: PreparedStore) -> Eyes:
     index = select_wanted(cfg, index[index["listed"]])
     index = index.assign(eye=units_of(index, "eye"))
     index = index[index["eye"].notna() & (index["device"].fillna("") != "")]
-    asked = index[index["split"] == cfg.eval.split]
-    protocol_of = _protocols(asked)
+    protocol_of = _protocols(index[index["split"] == cfg.eval.split])
     index = index[index["protocol"] == index["device"].map(protocol_of)]
     asked = index[index["split"] == cfg.eval.split].sort_values("path")
     once = asked.drop_duplicates(["eye", "device"]).sort_index()
@@ -75,19 +74,15 @@ def choose_eyes(cfg: Config, store: PreparedStore) -> Eyes:
         "%d volumes of %d eyes; %d others of the same eye and device, or of one device alone, are left out",
         len(paired), paired["eye"].nunique(), len(asked) - len(paired),
     )  # fmt: skip
-    parts = [_some(index, "train", TRAIN_VOLUMES, cfg.seed), _some(index, "val", VAL_VOLUMES, cfg.seed)]
-    if not all(len(part) for part in parts):
-        raise UserError(f"{store.url}: expected volumes of split train and val, found none of one of them")
-    parts.append(paired)
+    train = index[index["split"] == "train"]
+    if not len(train):
+        raise UserError(f"{store.url}: expected volumes of split train, found none")
+    drawn = np.random.default_rng(cfg.seed).permutation(len(train))[:TRAIN_VOLUMES]
+    parts = [train.iloc[np.sort(drawn)], paired]
     whole = pd.concat(parts)
-    return Eyes(
-        whole.index.to_numpy(),
-        np.repeat([TRAIN, VAL, EVALUATED], [len(part) for part in parts]),
-        whole["person_id"].to_numpy(str),
-        whole["eye"].to_numpy(str),
-        whole["device"].to_numpy(str),
-        protocol_of,
-    )
+    person, eye, device = (whole[name].to_numpy(str) for name in ("person_id", "eye", "device"))
+    fold = np.repeat([TRAIN, EVALUATED], [len(part) for part in parts])
+    return Eyes(whole.index.to_numpy(), fold, person, eye, device, protocol_of)
 
 
 def _protocols(index: pd.DataFrame) -> dict[str, str]:
@@ -100,10 +95,3 @@ def _protocols(index: pd.DataFrame) -> dict[str, str]:
             min(eyes.index, key=lambda p: (-eyes[p], not region[p].startswith("Macula"), p))
         )
     return chosen
-
-
-def _some(index: pd.DataFrame, split: str, limit: int, seed: int) -> pd.DataFrame:
-    """At most `limit` volumes of a split, drawn by the seed, in store order."""
-    part = index[index["split"] == split]
-    drawn = np.random.default_rng(seed).permutation(len(part))[:limit]
-    return part.iloc[np.sort(drawn)]

@@ -25,8 +25,6 @@ class Nearest:
     same_eye: np.ndarray  # bool [n]: the same eye on another device, rather than another eye on this device
     chance: np.ndarray  # [n]: the probability of same_eye were the order of these volumes random
     counted: np.ndarray  # bool [volumes]: which have both kinds of neighbours, and a place in the other two
-    # shares of volumes whose nearest of all (fellow eyes apart) is ...
-    kinds: dict[str, float]
 
 
 def nearest(features_nF: np.ndarray, eye: np.ndarray, person: np.ndarray, device: np.ndarray) -> Nearest:
@@ -37,32 +35,18 @@ def nearest(features_nF: np.ndarray, eye: np.ndarray, person: np.ndarray, device
     unit = features_nF / np.maximum(length, np.finfo(np.float64).tiny)
     near = unit @ unit.T
     is_eye, is_device = eye[:, None] == eye, device[:, None] == device
-    other = (person[:, None] != person) & ~is_eye
-    kinds = {
-        "same_eye_other_device": is_eye & ~is_device,
-        "other_eye_same_device": other & is_device,
-        "other_eye_other_device": other & ~is_device,
-    }
-    # [n, 3]; of equals the last kind wins, so that features without information are not robust
-    best = np.stack([np.where(mask, near, -np.inf).max(axis=1) for mask in kinds.values()], axis=1)
-    count = np.stack([mask.sum(axis=1) for mask in kinds.values()], axis=1)
-    whole = np.asarray((count[:, :2] > 0).all(axis=1))
+    kinds = (is_eye & ~is_device, (person[:, None] != person) & is_device)
+    best = np.stack([np.where(mask, near, -np.inf).max(axis=1) for mask in kinds], axis=1)
+    count = np.stack([mask.sum(axis=1) for mask in kinds], axis=1)
+    whole = np.asarray((count > 0).all(axis=1))
     if not whole.any():
         raise ValueError("expected volumes with both kinds of neighbours, found none")
-    winner = 2 - np.argmax(best[:, ::-1], axis=1)
-    return Nearest(
-        best[whole, 0] > best[whole, 1],
-        count[whole, 0] / count[whole, :2].sum(axis=1),
-        whole,
-        {name: float((winner == number).mean()) for number, name in enumerate(kinds)},
-    )
+    # of equals another eye wins, so that features without information are not robust
+    return Nearest(best[whole, 0] > best[whole, 1], count[whole, 0] / count[whole].sum(axis=1), whole)
 
 
 def icc(values_ND: np.ndarray, draws_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """ICC(2,1) and ICC(3,1), each [S], of N eyes on D devices; draws_SN: how often a resample has each eye.
-
-    NaN for a resample in which nothing varies.
-    """
+    """ICC(2,1), ICC(3,1), each [S], of N eyes on D devices; draws_SN: how often a resample has each eye."""
     n, num = draws_SN.sum(axis=1), values_ND.shape[1]
     values_ND = values_ND - values_ND.mean()
     eye_N, whole_S = values_ND.mean(axis=1), draws_SN @ values_ND.mean(axis=1) / n

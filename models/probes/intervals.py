@@ -19,9 +19,9 @@ from models.probes.participants import Prediction
 
 BOOTSTRAP_SAMPLES = 2000  # resamples of an interval in the answers of finetuning
 ALPHA = 0.05
-# Measured with finetuning.power.simulate, 1,500 to 2,000 cohorts a size, disagreement .15 to .7, both kinds
-# of resamples. Without a difference the interval excludes zero in up to 11 % of cohorts with 5 people in the
-# smallest class, 8 % with 8, 7.5 % with 12 (one small class beside large ones), 6.6 % with 12 in each.
+# Measured with simulate of tests/finetuning/test_power.py, 1,500 to 2,000 cohorts a size, disagreement .15 to
+# .7, both kinds of resamples. Without a difference the interval excludes zero in up to 11 % of cohorts with 5
+# people in the smallest class, 8 % with 8, 7.5 % with 12 (one small class beside large ones), 6.6 % with 12.
 MIN_PER_CLASS = 12
 EXACT_BELOW = 21  # people: below, sign flips must agree with the interval, which alone claims too much
 POWER = 0.8  # of the difference that a cohort could have shown

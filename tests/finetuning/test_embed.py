@@ -25,9 +25,9 @@ from finetuning.embed import main
 from finetuning.embedding import run
 from finetuning.embedding.folder import Embedded, Folder
 from finetuning.embedding.volumes import Volume
-from finetuning.features.pooled import embed_rows, pretrained_encoder
+from finetuning.features.pooled import pretrained_encoder
 from tests.support.dicom_factory import TRITON, speckle, write_opt
-from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
+from tests.support.finetune_factory import RUNTIME, config, embed_rows, make_world, save_checkpoint
 from tests.support.process_factory import Running, run_to_end
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import StorageOptions

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +16,22 @@ from data_setup.store.reader import PreparedStore
 from finetuning.answers import checkpoint_evaluation as module
 from finetuning.answers import evaluation_files
 from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
-from finetuning.answers.evaluation import Asked
-from finetuning.answers.metrics import observed
-from finetuning.cohort.cohort import Cohort, read_cohort
-from finetuning.cohort.predictions import Scored
+from finetuning.cohort.cohort import read_cohort
 from finetuning.evaluate import main
-from finetuning.features import probing
-from finetuning.features.pooled import (
-    device_features,
-    embed_rows,
-    pretrained_encoder,
-    random_encoder,
-    raw_features,
-)
-from finetuning.features.probing import Features, Probed, probe
-from models.probes.participants import fit_logistic
+from finetuning.features import entries
+from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
 from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (
     CONFIG,
     PEOPLE,
+    PREPARED,
     RUNTIME,
     SIZE,
-    assert_no_gain,
     config,
-    make_world,
-    noise,
+    embed_rows,
     save_checkpoint,
     silence,
-    three_folds,
     write_labels,
 )
 from utils import terminal
@@ -56,12 +41,6 @@ from utils.config.load import to_yaml
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report import cli as report
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two volumes per participant and two devices, with labels; class alternates."""
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +60,7 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     result = evaluate(cfg, RUNTIME)
     assert result == json.loads((tmp_path / "evaluation.json").read_text())
     rows = {row["name"]: row for row in result["rows"]}
-    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device", "permuted"]
+    assert list(rows) == ["pretrained", "random_init", "voxel_pca", "ascan_profile", "device"]
     for row in rows.values():
         low, high = row["metrics"]["balanced_accuracy"]["ci95"]
         assert 0 <= low <= accuracy(row) <= high <= 1
@@ -90,6 +69,8 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     assert accuracy(rows["device"]) == 0.5  # devices are balanced over the classes
     assert rows["device"]["num_features"] == 2
     assert rows["pretrained"]["num_features"] == 2 * 48
+    assert rows["random_init"]["label"] in [f"random initialisation (seed {cfg.seed + n})" for n in range(3)]
+    assert result["notes"][0].startswith("Random initialisation is the seed that is best on validation")
     assert (result["names"], result["n_participants"], result["overlap"]) == (["a", "b"], 12, 0)
     difference = accuracy(rows["pretrained"]) - accuracy(rows["random_init"])
     assert result["difference"]["mean"] == pytest.approx(difference)
@@ -102,73 +83,28 @@ def test_table_file_and_verdict(world: Path, tmp_path: Path, capsys: pytest.Capt
     assert ("cannot say, because 6 participants" in result["verdict"]) == (low > 0 or high < 0)
 
 
-def test_verdict_when_pretraining_destroyed_the_features(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path)
-    save_checkpoint(cfg, lambda model: silence(model.target_encoder))
-    result = evaluate(cfg, RUNTIME)
-    assert accuracy(result["rows"][0]) == 0.5
-    assert result["difference"]["ci95"][1] < 0
-    assert result["verdict"].startswith("Pre-training against random initialisation: cannot say, because 6 ")
-
-
-def test_verdict_when_pretraining_made_the_features(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_silent", ["pre-training", "random initialisation"])
+def test_the_verdict_follows_what_the_features_say(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_silent: str
 ) -> None:
-    cfg = config(world, tmp_path)
-    save_checkpoint(cfg)
+    """One of the two sides has features that are all equal."""
 
     def silent(cfg: Config, seed: int) -> nn.Module:
         encoder = random_encoder(cfg, seed)
         silence(encoder)
         return encoder
 
-    monkeypatch.setattr(module, "random_encoder", silent)
+    cfg = config(world, tmp_path)
+    if is_silent == "pre-training":
+        save_checkpoint(cfg, lambda model: silence(model.target_encoder))
+    else:
+        save_checkpoint(cfg)
+        monkeypatch.setattr(entries, "random_encoder", silent)
     result = evaluate(cfg, RUNTIME)
-    assert result["difference"]["ci95"][0] > 0
+    low, high = result["difference"]["ci95"]
+    assert high < 0 if is_silent == "pre-training" else low > 0
+    assert accuracy(result["rows"][is_silent != "pre-training"]) == 0.5
     assert result["verdict"].startswith("Pre-training against random initialisation: cannot say, because 6 ")
-
-
-def test_the_random_seed_is_chosen_on_validation(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The seed that is best on val is reported, however poor it is on the evaluated participants."""
-    cfg = config(world, tmp_path)
-    save_checkpoint(cfg)
-    calls: list[float] = []
-
-    def with_val_score(cohorts: Sequence[Cohort], features: Features) -> Probed:
-        calls.append(0.0)
-        probed = probe(cohorts, features)
-        if len(calls) != 4:  # call 1 is the pre-trained encoder, 2 permuted labels, 3 to 5 are the seeds
-            return replace(probed, val_score=0.6)
-        wrong = np.eye(2)[1 - cohorts[0].target[:, 0].astype(int)]
-        return replace(probed, val_score=0.9, scored=Scored(tuple(cohorts), (wrong,)))
-
-    monkeypatch.setattr(module, "probe", with_val_score)
-    row = evaluate(cfg, RUNTIME)["rows"][1]
-    assert row["label"] == f"random initialisation (seed {cfg.seed + 1})"
-    assert accuracy(row) == 0.0
-
-
-def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The validation people of a fold are evaluated in another: a mean over folds would have seen them."""
-    cfg = config(world, tmp_path)
-    monkeypatch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
-    monkeypatch.setattr(module, "random_encoder", lambda cfg, seed: seed)
-    gains = []
-    for trial in range(60):
-        monkeypatch.setattr(module, "embed_rows", lambda seed, *_, trial=trial: noise(trial, seed))
-        # probes of given features read no store
-        asked = Asked(cfg, None, tuple(three_folds(trial)), 0, "checksum")  # type: ignore[arg-type]
-        row, (note,) = module._random_row(asked, RUNTIME)
-        each = [float(value) for value in re.findall(r"([\d.]+) here", note)]
-        assert len(each) == 3
-        value = observed(row.scored.evaluated()).overall["balanced_accuracy"][0]
-        gains.append(value - np.mean(each))
-    assert row.label == "random initialisation (a seed a fold)"
-    assert_no_gain(gains)
 
 
 def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:
@@ -179,16 +115,7 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
         "metrics.jsonl": '{"step": 1, "train/loss": 1.0}\n',
         "config.yaml": to_yaml(cfg),
         "provenance.json": "{}",
-        "prepare_report.json": json.dumps(
-            {
-                "kept": 72,
-                "rejected": {},
-                "synthetic": True,
-                "by_device": {},
-                "by_protocol": {},
-                "run": {"audit": None},
-            }
-        ),
+        "prepare_report.json": json.dumps(PREPARED),
     }.items():
         (tmp_path / name).write_text(content)
     report.main([str(tmp_path)])
@@ -196,10 +123,6 @@ def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> N
     assert out["verdict"] == result["verdict"]
     assert out["n_participants"] == 12
     assert "mean A-scan profile" in (tmp_path / "report.html").read_text()
-    drawn = json.loads((tmp_path / "feature_map.json").read_text())
-    assert set(drawn["label"]) == set(result["names"])
-    assert len(drawn["x"]) == len(drawn["y"]) == len(drawn["device"]) == len(drawn["laterality"]) == 72
-    assert "best_probe.pt" in drawn["about"]
 
 
 def test_the_same_question_is_answered_once(
@@ -210,15 +133,15 @@ def test_the_same_question_is_answered_once(
     first = evaluate(cfg, RUNTIME)
 
     def forbidden(*_: object) -> None:
-        raise AssertionError("embedded again")
+        raise AssertionError("probed again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "embed_rows", forbidden)
+        patch.setattr(module, "probe", forbidden)
         assert evaluate(cfg, RUNTIME) == first
-        with pytest.raises(AssertionError, match="embedded again"):
+        with pytest.raises(AssertionError, match="probed again"):
             evaluate(config(world, tmp_path, "eval.split=val"), RUNTIME)
         save_checkpoint(cfg, lambda model: silence(model.target_encoder))
-        with pytest.raises(AssertionError, match="embedded again"):
+        with pytest.raises(AssertionError, match="probed again"):
             evaluate(cfg, RUNTIME)
 
 
@@ -350,15 +273,16 @@ def test_random_initialisation_is_that_of_pretraining(world: Path, tmp_path: Pat
 def test_features_say_how_many_are_done_and_when_the_last_is_expected(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("finetuning.features.pooled.EVALUATION_BATCH", 2)
-    cfg = config(world, tmp_path)
+    for name in ("kept", "pooled"):
+        monkeypatch.setattr(f"finetuning.features.{name}.EVALUATION_BATCH", 2)
+    cfg = config(world, tmp_path / "run")
     store = PreparedStore.open(cfg.data.store)
     monkeypatch.setattr(terminal, "PLAIN_FIRST_S", 0.0)
-    embed_rows(random_encoder(cfg, 0), cfg, store, np.arange(5), RUNTIME, "random features")
+    KeptFeatures(random_encoder(cfg, 0), cfg, store, RUNTIME, features_folder(cfg)).pooled(np.arange(5))
     raw_features(cfg, store, np.arange(3), RUNTIME)
     lines = [re.sub(r", .* left$", "", line) for line in capfd.readouterr().err.splitlines()]
-    assert [line for line in lines if line.startswith("random")] == [
-        f"random features: {done} of 3 batches" for done in (1, 2, 3)
+    assert [line for line in lines if line.startswith("features:")] == [
+        f"features: {done} of 3 batches" for done in (1, 2, 3)
     ]
     assert "raw voxels: 2 of 2 batches" in lines
 

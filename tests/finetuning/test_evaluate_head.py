@@ -20,27 +20,22 @@ from finetuning.answers.checkpoint_evaluation import evaluate
 from finetuning.answers.evaluation import Asked
 from finetuning.answers.evaluation_files import predictions_table
 from finetuning.answers.head_evaluation import evaluate_head
-from finetuning.answers.scorecard import chance_of, difference, people_of_classes, scorecard
-from finetuning.answers.subgroups import age_band, subgroups
-from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, deal_over_people, read_cohort
+from finetuning.answers.scorecard import difference, people_of_classes, scorecard
+from finetuning.answers.subgroups import group_of_volumes, subgroups
+from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.cohort.source import Source, evaluated_config
 from finetuning.evaluate import main
-from finetuning.features.pooled import embed_rows, random_encoder
-from finetuning.features.probing import of_rows, permuted, probe
+from finetuning.features.pooled import random_encoder
+from finetuning.features.probing import of_rows, probe
 from finetuning.heads.calibration import Calibration
 from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
-from tests.support.finetune_factory import PEOPLE, RUNTIME, config, make_world, save_checkpoint
+from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, predictions, save_checkpoint
 from utils.checkpoint import load_checkpoint
 from utils.cli import run_cli
 from utils.errors import ConfigError, UserError
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def save_head(world: Path, run: Path, seed: int = 0, **change: Any) -> str:
@@ -97,17 +92,13 @@ def test_the_numbers_are_those_of_its_predictions(
 def test_rows_beside_the_head_and_the_verdict(evaluated: tuple[Path, dict[str, Any]]) -> None:
     run, content = evaluated
     rows = {row["name"]: row["metrics"] for row in content["rows"]}
-    assert list(rows) == ["head", "constant", "permuted"]
+    assert list(rows) == ["head", "constant"]
     assert rows["constant"]["balanced_accuracy"]["value"] == 0.5
-    low, high = rows["permuted"]["balanced_accuracy"]["ci95"]
-    assert low < 0.5 < high
-    assert rows["permuted"]["balanced_accuracy"]["value"] == pytest.approx(0.5, abs=0.03)
     shown = content["difference"]["could_have_shown"]
     assert content["verdict"].endswith(f"This cohort could have shown {shown:.2f}.")
     text = (run / "evaluation.md").read_text()
     assert content["verdict"] in text
     assert "12 participants; split test of the official splits" in text
-    assert "A probe for the device on the same features: balanced accuracy" in text
     assert "**6 participants in the smallest class are too few: below 12 intervals are too narrow" in text
     assert " | 12 (too few) | 12 | " in text
     for name in ("confusion", "roc", "precision_recall", "reliability"):
@@ -265,8 +256,8 @@ def test_a_group_pools_its_own_volumes() -> None:
 
 def test_bands_of_age() -> None:
     ages = {49.9: "under 50", 50.0: "50-59", 59.9: "50-59", 60.0: "60-69", 79.0: "70-79", 80.0: "80 and over"}
-    assert {age: age_band(age) for age in ages} == ages
-    assert age_band(np.nan) == "unknown"
+    index = index_of(age=[*ages, np.nan])
+    assert group_of_volumes(index, np.arange(7), "age").tolist() == [*ages.values(), "unknown"]
 
 
 def test_the_threshold_comes_from_validation() -> None:
@@ -281,55 +272,12 @@ def test_the_threshold_comes_from_validation() -> None:
     assert chosen["metrics"]["balanced_accuracy"]["value"] == 0.5
 
 
-def test_permuted_labels_stay_in_their_fold_and_with_their_people() -> None:
-    person, fold = people(60, 2), np.repeat([0, 1, 2], 40)
-    truth = np.repeat(np.random.default_rng(0).integers(0, 2, 60), 2)
-    cohort = cohort_of(truth, fold, person)
-    dealt = permuted(cohort, seed=0)
-    for number in range(3):
-        at = fold == number
-        assert dealt.target[at].sum() == cohort.target[at].sum()
-        assert np.array_equal(dealt.target[at], cohort.target[at]) == (number == EVALUATED)
-    assert (dealt.target[::2] == dealt.target[1::2]).all()
-
-
 def random_scored(seed: int, shift: float) -> Scored:
     rng = np.random.default_rng(seed)
     truth = np.arange(200) % 2
     yes = np.clip(rng.uniform(size=200) * (1 - shift) + shift * truth, 0, 1)
     cohort = cohort_of(truth, np.full(200, EVALUATED), people(200, 1))
     return Scored((cohort,), (np.stack([1 - yes, yes], 1),))
-
-
-def test_chance_is_what_shuffled_truth_gives() -> None:
-    perfect = chance_of(random_scored(0, 0.9).evaluated(), seed=0)["metrics"]
-    assert perfect["balanced_accuracy"]["value"] == pytest.approx(0.5, abs=0.01)
-    assert perfect["macro_auroc"]["ci95"][0] < 0.45
-
-
-def test_chance_is_as_wide_as_people_are_many() -> None:
-    """Five equal volumes a person: the interval of one volume each."""
-    rng = np.random.default_rng(0)
-    person, truth = np.array([f"p{n:03d}" for n in range(40)]), np.arange(40) % 2
-    one = (person, truth, np.where(rng.random(40) < 0.7, truth, 1 - truth))
-    of_one, of_five = (
-        chance_of(of_people(*(np.repeat(part, copies) for part in one)), seed=0)["metrics"]
-        for copies in (1, 5)
-    )
-    for name in ("accuracy", "balanced_accuracy"):
-        assert of_five[name]["ci95"] == pytest.approx(of_one[name]["ci95"], abs=1e-9)
-
-
-def test_truth_is_dealt_out_over_people() -> None:
-    """Who has two eyes of one class still has; lists go to people with as many, one alone keeps its own."""
-    person, fold = people(60, 2), np.repeat([0, 1, 2], 40)
-    truth = np.repeat(np.random.default_rng(0).integers(0, 2, 60), 2)
-    eyes = replace(cohort_of(truth, fold, person), unit=np.array([f"{n:03d}" for n in range(120)]))
-    dealt = permuted(eyes, seed=0).target
-    assert (dealt[::2] == dealt[1::2]).all()
-    assert (dealt != eyes.target).any()
-    source = deal_over_people(np.array(["c", "a", "b", "a", "c", "a"]), np.random.default_rng(0))
-    assert source.tolist() == list(range(6))  # three, one and two units: nobody has a partner
 
 
 def test_the_difference_is_paired() -> None:
@@ -395,21 +343,18 @@ def test_a_look_at_all_folds_counts_with_those_of_the_leaderboard(world: Path, t
     assert count_looks(store.url, of_leaderboard) == before + 1
 
 
-def of_people(person: np.ndarray, truth: np.ndarray, chosen: np.ndarray) -> Predictions:
-    """Predictions of two classes for units of these people."""
-    unit = np.array([f"{name}_{number}" for number, name in enumerate(person)])
-    return Predictions(
-        "classification", ("a", "b"), unit, person, truth[:, None].astype(float), np.eye(2)[chosen]
-    )
-
-
 def test_a_second_eye_like_the_first_shows_nothing_more() -> None:
     """What a cohort could have shown, and how small its classes are, goes by people, not by units."""
     rng = np.random.default_rng(0)
     person, truth = np.array([f"p{n:03d}" for n in range(400)]), np.arange(400) % 2
     first, second = (np.where(rng.random(400) < 0.7, truth, 1 - truth) for _ in range(2))
-    one_eye = [of_people(person, truth, chosen) for chosen in (first, second)]
-    two_eyes = [of_people(*(np.repeat(v, 2) for v in (person, truth, chosen))) for chosen in (first, second)]
+
+    def of(copies: int) -> list[Predictions]:
+        labels, people_ = np.repeat(truth, copies), np.repeat(person, copies)
+        chosen = (np.eye(2)[np.repeat(part, copies)] for part in (first, second))
+        return [predictions("classification", labels, scores, people_) for scores in chosen]
+
+    one_eye, two_eyes = of(1), of(2)
     of_one, of_two = (difference(*pair, 2000, 0) for pair in (one_eye, two_eyes))
     assert of_two[0] == of_one[0]
     assert of_two[2] == pytest.approx(of_one[2], rel=0.1)
@@ -427,7 +372,7 @@ def test_the_encoder_may_be_named_by_its_run(world: Path, tmp_path: Path, no_fig
 
 @pytest.mark.parametrize("column", ["device", "laterality", "clinical_site", "age"])
 def test_a_corrected_index_is_another_question(world: Path, tmp_path: Path, column: str) -> None:
-    """Subgroups and the probe for the device rest on the index; its voxels are the same."""
+    """Subgroups rest on the index; its voxels are the same."""
     cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)
     cohort = read_cohort(cfg, store)

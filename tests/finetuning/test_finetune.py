@@ -45,9 +45,6 @@ NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1")
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = make_world(tmp_path_factory.mktemp("world"))
-    counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
-    counts |= {"by_device": {}, "by_protocol": {}}
-    (root / "store" / "prepare_report.json").write_text(json.dumps(counts))
     save_checkpoint(config(root, root / "pretrained"))
     return root
 
@@ -463,7 +460,7 @@ def test_another_encoder_or_another_truth_is_not_gone_on_with(world: Path, tmp_p
     cohort.target[0] = 1 - cohort.target[0]
     with pytest.raises(UserError, match=r"expected the labelled volumes of .* as the run began"):
         finetune(source, store, cohort, RUNTIME)
-    with pytest.raises(UserError, match=r"expected a run of 1 updates, .* as the run began, found another"):
+    with pytest.raises(UserError, match=r"expected a run of 1 updates as the run began, found another"):
         run_task(world, tmp_path, "train.max_steps=2", "train.val_every_steps=1")
     with pytest.raises(UserError, match=r"train\.ckpt_dir: expected a folder for the best epoch, found null"):
         run_task(world, tmp_path, "train.ckpt_dir=null")

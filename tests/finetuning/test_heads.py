@@ -9,10 +9,10 @@ from sklearn.metrics import log_loss
 from sklearn.utils.class_weight import compute_sample_weight
 from torch import nn
 
-from finetuning.cohort.predictions import Predictions
 from finetuning.heads.objective import row_losses, row_weights, to_scores, validation_score
 from models.heads import AttentiveHead, build_head, rescale_output
 from models.probes.features import pool_tokens
+from tests.support.finetune_factory import predictions
 
 WIDTH, TOKENS = 128, 10
 KINDS = ("linear", "mlp", "attentive")
@@ -152,12 +152,6 @@ def test_weights_give_people_and_classes_the_same_say() -> None:
         np.testing.assert_allclose(several[:, number], expected)
     values = row_weights("regression", target.astype(float), person, "auto")
     np.testing.assert_array_equal(values, alone)
-
-
-def predictions(kind: str, truth: list[list[float]], scores: list[list[float]]) -> Predictions:
-    unit = np.array([f"u{i}" for i in range(len(truth))])
-    names = tuple(f"n{i}" for i in range(len(scores[0])))
-    return Predictions(kind, names, unit, unit, np.array(truth), np.array(scores))
 
 
 def test_scores_on_validation_by_hand() -> None:

@@ -243,10 +243,7 @@ def test_multilabel_columns_are_zero_or_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        (
-            ["task.kind=ordinal"],
-            "task.names: expected 2 or more different names with task.kind ordinal",
-        ),
+        (["task.kind=ordinal"], "task.names: expected 2 or more different names with task.kind ordinal"),
         (["task.kind=ordinal", "task.names=[a]"], "task.names: expected 2 or more"),
         (["task.kind=ordinal", "task.names=[a,b,a]"], "task.names: expected 2 or more different"),
         (["task.names=[a,b]"], "task.names: expected null with task.kind classification"),

@@ -8,33 +8,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.metrics import bootstrap_counts, measure
 from finetuning.answers.scorecard import difference, gains
 from finetuning.board import columns
-from finetuning.board import leaderboard as module
-from finetuning.board.answers import Answers, Cell
+from finetuning.board.answers import Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
-from finetuning.board.entries import Entry, Volumes, fold_by_fold, short_names
-from finetuning.board.leaderboard import Desk, Words, best_random, leaderboard, protocol_of
+from finetuning.board.leaderboard import Words, leaderboard, protocol_of
 from finetuning.board.page import Board, cautions, results_of, verdicts, write_pages
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
+from finetuning.cohort.metrics import bootstrap_counts, measure
 from finetuning.cohort.predictions import Predictions, pool
-from finetuning.cohort.source import Source, open_source
 from finetuning.compare import parse
 from finetuning.features import probing
+from finetuning.features.entries import Entry, Volumes
 from finetuning.features.probing import Features, Probed
 from finetuning.features.slices import SliceEncoder
-from finetuning.features.yardsticks import yardsticks
 from models.probes import hidden
 from models.probes.intervals import EXACT_BELOW, balanced_accuracy_draws, interval95
 from models.probes.participants import Prediction, balanced_accuracy, fit_logistic
@@ -42,13 +35,11 @@ from tests.support.finetune_factory import (
     DEVICES,
     PEOPLE,
     RUNTIME,
-    assert_no_gain,
     config,
-    make_world,
-    noise,
+    image_encoder,
+    predictions,
     save_checkpoint,
     silence,
-    three_folds,
 )
 from utils.errors import UserError
 
@@ -68,13 +59,6 @@ def _one_penalty() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = make_world(tmp_path_factory.mktemp("world"))
-    (root / "store" / "prepare_report.json").write_text("{}")  # runs of fine-tuning copy it
-    return root
-
-
-@pytest.fixture(scope="module")
 def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs: `good` of random weights, `silent` of another seed, whose features are all equal."""
     root = tmp_path_factory.mktemp("runs")
@@ -85,16 +69,8 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(world: Path, runs: Path, run_dir: Path, *overrides: str, **changes: object) -> Words:
     """The command line for the two runs."""
-    small = (
-        "data.workers=0",
-        f"run.dir={run_dir}",
-        f"train.ckpt_dir={run_dir / 'checkpoints'}",
-    )
-    base = Words(
-        str(LINEAR_PROBE),
-        (*small, *overrides),
-        (str(runs / "good"), str(runs / "silent")),
-    )
+    small = ("data.workers=0", f"run.dir={run_dir}", f"train.ckpt_dir={run_dir / 'checkpoints'}")
+    base = Words(str(LINEAR_PROBE), (*small, *overrides), (str(runs / "good"), str(runs / "silent")))
     return replace(base, **changes)  # type: ignore[arg-type]  # a test's keywords: any field of Words
 
 
@@ -133,9 +109,7 @@ def test_pages(board: Board) -> None:
     assert "| cannot say, because 6 participants in the smallest class are too few: 12 are needed; " in text
     assert "| shown |" not in text
     assert "**" not in text.partition("## Differences of all pairs")[2].partition("##")[0]
-    page = (folder / "leaderboard.html").read_text()
-    assert "data:image/png;base64," in page
-    assert "On synthetic data" in page
+    assert "On synthetic data" in text
     with (folder / "leaderboard.csv").open() as file:
         lines = list(csv.DictReader(file))
     assert {line["row"] for line in lines} == {row.entry.label for row in board.rows}
@@ -228,9 +202,7 @@ def test_crossfit_evaluates_everybody_that_pretraining_did_not_see(
 
 def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predictions:
     """Predictions of two classes, one unit a person."""
-    names = np.array([f"p{n:02d}" for n in range(len(labels))])
-    truth = np.array(labels, float)[:, None]
-    return Predictions("classification", ("a", "b"), names, names, truth, np.eye(2)[list(chosen)])
+    return predictions("classification", labels, np.eye(2)[list(chosen)])
 
 
 def test_order_is_that_of_validation(
@@ -251,72 +223,6 @@ def test_order_is_that_of_validation(
     table = write_pages(ordered).split("## Rows by validation")[1].split("##")[0].strip().splitlines()
     assert "good | 0.900 | 0.000" in table[2]
     assert "mean A-scan profile | 0.100 | 1.000" in table[-1]
-
-
-def test_the_random_seed_is_chosen_on_validation(
-    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vals = {"random_0": 0.4, "random_1": 0.7, "random_2": 0.6}
-    cell = Cell((units([0, 1, 0, 1], [0, 1, 0, 1]),), (0.5,), 4)
-    monkeypatch.setitem(
-        columns.COLUMNS,
-        "linear",
-        lambda entry, question: {"linear": replace(cell, val_scores=(vals.get(entry.name, 0.5),))},
-    )
-    result = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
-    assert [row.entry.name for row in result.rows if row.entry.name.startswith("random")] == ["random_1"]
-    assert "(seed 0: 0.400, seed 1: 0.700, seed 2: 0.600)" in result.notes[0]
-
-
-def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(
-    world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The validation people of a fold are evaluated in another: a mean over folds would have seen them."""
-    source = open_source(str(LINEAR_PROBE), [f"model.checkpoint={runs / 'good'}"])
-    gains = []
-
-    def value(entry: Entry, question: Question) -> float:
-        (predictions,) = columns.linear(entry, question)["linear"].predictions
-        return float(measure(predictions, np.ones((1, 36))).overall["balanced_accuracy"][0])
-
-    for trial in range(25):
-
-        def random_entry(
-            volumes: Volumes, source: Source, seed: int, label: str, trial: int = trial
-        ) -> Entry:
-            return replace(planted(noise(trial, seed), np.arange(36)), identity=f"noise {seed}")
-
-        monkeypatch.setattr(module, "random_entry", random_entry)
-        # neither desk nor encoder is asked: the noise stands for features
-        question = Question(None, three_folds(trial), [0, 1, 2], "")  # type: ignore[arg-type]
-        desk = Desk(question, Answers(str(tmp_path / str(trial)), ""), "", "", "")
-        monkeypatch.setattr(desk, "answer", lambda e, c, q=question: columns.COLUMNS[c](e, q))
-        (entry,), _ = best_random(desk, [source], [0, 1, 2])
-        every = [value(random_entry(None, source, seed, ""), question) for seed in range(3)]  # type: ignore[arg-type]
-        gains.append(value(entry, question) - np.mean(every))
-    assert_no_gain(gains)
-
-
-def test_each_fold_has_its_own_encoder() -> None:
-    """A low-shot or a device's part of a fold is still that fold."""
-    folds = three_folds(0)
-    parts = [
-        Entry(
-            f"random_{k}",
-            "",
-            f"seed {k}",
-            lambda k=k: lambda c: np.full((len(c.rows), 1), k),
-            lambda c, k=k: k,
-        )  # type: ignore
-        for k in range(3)
-    ]
-    entry = fold_by_fold(parts, folds, "random_by_fold", "random")
-    for number, cohort in enumerate(folds):
-        for part in (cohort, columns.keep(cohort, (cohort.fold != EVALUATED) | (cohort.rows > 25))):
-            assert (entry.features()(part) == number).all()
-            assert entry.encoder is not None
-            assert entry.encoder(part) == number
-    assert entry.identity != fold_by_fold(parts[::-1], folds, "random_by_fold", "random").identity
 
 
 def test_one_checkpoint_more_asks_for_its_own_answers_alone(
@@ -393,14 +299,14 @@ def test_pairs_are_those_of_the_probe_table() -> None:
 
 
 def regression(offset_P: np.ndarray) -> Predictions:
-    truth_P, ids = np.arange(len(offset_P), dtype=float), np.array([f"{n:03d}" for n in range(len(offset_P))])
-    return Predictions("regression", ("v",), ids, ids, truth_P[:, None], (truth_P + offset_P)[:, None])
+    truth_P = np.arange(len(offset_P))
+    return predictions("regression", truth_P, (truth_P + offset_P)[:, None])
 
 
 def multilabel(people: int, right: bool) -> Predictions:
-    truth_P2 = np.stack([np.arange(people) % 2, np.arange(people) < 5], axis=1).astype(float)
-    ids, noise = np.array([f"{n:03d}" for n in range(people)]), np.random.default_rng(0).random((people, 2))
-    return Predictions("multilabel", ("x", "y"), ids, ids, truth_P2, truth_P2 if right else noise)
+    truth_P2 = np.stack([np.arange(people) % 2, np.arange(people) < 5], axis=1)
+    noise = np.random.default_rng(0).random((people, 2))
+    return predictions("multilabel", truth_P2, truth_P2 if right else noise)
 
 
 @pytest.mark.parametrize(
@@ -523,97 +429,6 @@ def test_mistakes_are_named(world: Path, runs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "leaderboard").exists()
 
 
-def image_encoder(folder: Path) -> str:
-    """A Hugging Face image encoder of a tiny configuration with random weights."""
-    from transformers import ViTConfig, ViTModel
-
-    tiny = ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32
-    )
-    ViTModel(tiny, add_pooling_layer=False).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(
-        '{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
-    )
-    return str(folder)
-
-
-def test_a_2d_encoder_reads_every_bscan_of_the_field(world: Path, tmp_path: Path) -> None:
-    folder = image_encoder(tmp_path / "vit")
-    store = PreparedStore.open(config(world, tmp_path).data.store)
-    encoder = SliceEncoder(folder)
-    rows = np.array([5, 0, 9])
-    features = encoder.embed(store, rows, RUNTIME)
-    assert features.shape == (3, 32)
-    assert features.dtype == np.float32
-    np.testing.assert_array_equal(features[1:2], encoder.embed(store, rows[1:2], RUNTIME))
-    # one B-scan, again and again: its own feature, no spread; what lies outside the field changes nothing
-    voxels = np.repeat(store.read(5)[:1], 8, axis=0)
-    box = np.array([0, 8, 0, 20, 0, 32])
-    repeated = encoder._volume(voxels, box, RUNTIME)
-    np.testing.assert_allclose(repeated[16:], 0, atol=1e-5)
-    changed = voxels.copy()
-    changed[:, 20:] = 255
-    np.testing.assert_array_equal(repeated, encoder._volume(changed, box, RUNTIME))
-    np.testing.assert_allclose(
-        repeated[:16], encoder._volume(voxels, np.array([0, 1, 0, 20, 0, 32]), RUNTIME)[:16], atol=1e-5
-    )
-    # white is 1 / .5 - .5 / .5 = 1 in every channel
-    seen = []
-    encoder.model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["pixel_values"]), with_kwargs=True
-    )
-    encoder._volume(np.full((2, 24, 32), 255, np.uint8), np.array([0, 2, 0, 24, 0, 32]), RUNTIME)
-    assert seen[0].shape == (2, 3, 32, 32)
-    assert torch.allclose(seen[0], torch.ones(()))
-    before = encoder.digest()
-    image_encoder(tmp_path / "vit")
-    assert SliceEncoder(folder).digest() != before
-    weights = load_file(tmp_path / "vit" / "model.safetensors")
-    lost = next(name for name in weights if name.endswith("query.weight"))
-    del weights[lost]
-    save_file(weights, tmp_path / "vit" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"expected all weights of the encoder, found no layers.0.attention.q_proj"
-    ):
-        SliceEncoder(folder)
-    (tmp_path / "vit" / "preprocessor_config.json").unlink()
-    with pytest.raises(UserError, match=r"found no preprocessor_config.json"):
-        SliceEncoder(folder)
-
-
-def test_a_2d_encoder_gives_tokens_where_they_lie(tmp_path: Path) -> None:
-    """Each the mean over its B-scans; blocks are joined, and the image may have another size."""
-    folder, rng = image_encoder(tmp_path / "vit"), np.random.default_rng(0)
-    scans = torch.from_numpy(rng.integers(0, 255, (2, 1, 32, 32)).astype(np.uint8))
-    volume = torch.cat([scans[0].repeat(2, 1, 1), scans[0], scans[1]])[
-        None
-    ]  # its own size: nothing is resized
-    encoder, grid = SliceEncoder(folder), (2, 2, 2)
-    tokens = encoder.tokens(volume, grid, RUNTIME)
-    with torch.no_grad():
-        images = [(scan[None].float() / 255 - 0.5).expand(1, 3, -1, -1) / 0.5 for scan in scans]
-        first, second = (encoder.model(pixel_values=one).last_hidden_state[0, 1:] for one in images)
-    torch.testing.assert_close(tokens[0], torch.cat([first, (first + second) / 2]))
-    several = SliceEncoder(folder, size=64, blocks=(1, 1))
-    assert several.tokens(volume, grid, RUNTIME).shape == (1, 8, 32)
-    assert several.digest() != encoder.digest()
-    with pytest.raises(UserError, match="--image-blocks: expected blocks from 1 to 1, found 2"):
-        SliceEncoder(folder, blocks=(2,))
-
-
-def test_an_image_model_is_a_yardstick_of_tokens(world: Path, tmp_path: Path) -> None:
-    cfg = config(world, tmp_path)
-    store = PreparedStore.open(cfg.data.store)
-    encoder, tokens = SliceEncoder(image_encoder(tmp_path / "vit")), np.array([[0, 3, -1]])
-    row = yardsticks(cfg, store, np.array([4]), RUNTIME, tokens, encoder)[-1]
-    assert row.name == "slices"
-    assert row.tokens is not None
-    assert row.volumes is not None
-    whole = encoder.tokens(torch.from_numpy(store.read(4))[None], cfg.grid, RUNTIME).numpy()
-    np.testing.assert_allclose(row.tokens(np.array([True]))[0, :2], whole[0, [0, 3]], atol=1e-5)
-    assert row.volumes(np.array([True])).shape == (1, 32)
-
-
 def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) -> None:
     """The control and the 2D encoder are rows; rows without a 3D encoder have no attentive head."""
     asked = words(
@@ -674,12 +489,3 @@ def test_a_device_may_lack_a_class_that_validation_has() -> None:
     scores = probed.scored.evaluated().scores
     assert scores.shape == (6, 3)
     assert not scores[:, 2].any()
-
-
-def test_a_row_has_the_name_of_its_run_or_of_a_bare_file() -> None:
-    def of(*urls: str) -> list[str]:
-        return short_names([cast(Source, SimpleNamespace(url=url)) for url in urls])
-
-    assert of("runs/a/checkpoints/best_probe.pt", "b/last.pt", "public.pt") == ["a", "b", "public.pt"]
-    assert of("checkpoints/one.pt") == ["one.pt"]
-    assert of("x/a/one.pt", "y/a/one.pt") == ["x/a/one.pt", "y/a/one.pt"]

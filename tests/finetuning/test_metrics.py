@@ -11,7 +11,7 @@ import pytest
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
-from finetuning.answers.metrics import (
+from finetuning.cohort.metrics import (
     NUM_BINS,
     at_threshold,
     bootstrap_counts,
@@ -23,17 +23,9 @@ from finetuning.answers.metrics import (
     youden_threshold,
 )
 from finetuning.cohort.predictions import Predictions
+from tests.support.finetune_factory import predictions
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
-
-
-def predictions(
-    kind: str, truth: np.ndarray, scores: np.ndarray, person: np.ndarray | None = None
-) -> Predictions:
-    unit = np.array([f"u{number:04d}" for number in range(len(truth))])
-    names = tuple("abcdefg"[: scores.shape[1]])
-    truth = truth.astype(float).reshape(len(truth), -1)
-    return Predictions(kind, names, unit, unit if person is None else person, truth, scores)
 
 
 def case(seed: int, num_classes: int, num_units: int, *, ties: bool, missing: bool) -> Predictions:
@@ -151,10 +143,10 @@ def test_calibration_equals_scikit_learn(ties: bool) -> None:
     confidence, right = p.scores.max(axis=1), decided(p.scores) == p.truth[:, 0]
     accuracy, mean = calibration_curve(right, confidence, n_bins=NUM_BINS, strategy="uniform")
     points = reliability(p)
-    np.testing.assert_allclose(points.accuracy, accuracy, **CLOSE)
-    np.testing.assert_allclose(points.confidence, mean, **CLOSE)
-    assert points.count.sum() == 200
-    error = np.average(np.abs(accuracy - mean), weights=points.count)
+    np.testing.assert_allclose(points["accuracy"], accuracy, **CLOSE)
+    np.testing.assert_allclose(points["confidence"], mean, **CLOSE)
+    assert points["count"].sum() == 200
+    error = np.average(np.abs(accuracy - mean), weights=points["count"])
     np.testing.assert_allclose(observed(p).overall["ece"], [error], **CLOSE)
 
 

@@ -245,11 +245,7 @@ TABLES = {
         "P2,L,b.dcm,retina,scan,300,",
         "P2,L,b.dcm,,ETDRS,,no sectors: expected a pit",
     ],
-    "segmentation": [
-        "person,eye,scan,class,nl,lesions,note",
-        "P1,,a.dcm,irf,20,3,",
-        "P1,,old.dcm,irf,10,,",
-    ],
+    "segmentation": ["person,eye,scan,class,nl,lesions,note", "P1,,a.dcm,irf,20,3,", "P1,,old.dcm,irf,10,,"],
     "translation": ["person,eye,scan,slab,mean,note", "P1,,a.dcm,deep,0.25,"],
     "head": [
         "person,eye,scan,predicted,label,score,probability,note",

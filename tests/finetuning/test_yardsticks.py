@@ -16,12 +16,7 @@ from finetuning.features.yardsticks import Neighbourhoods, around, patches_of, r
 from models.probes.hidden import fit_hidden_classes, hidden_probe, hidden_rows
 from models.probes.participants import Fold, balanced_accuracy, logistic_probe
 from models.probes.tokens import Rows, mean_r2, ridge_rows
-from tests.support.finetune_factory import RUNTIME, config, make_world
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
+from tests.support.finetune_factory import RUNTIME, config
 
 
 def test_a_token_has_its_26_neighbours_and_zeros_beyond_the_grid() -> None:

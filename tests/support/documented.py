@@ -42,7 +42,6 @@ TINY = {
     "val.max_volumes=8 probe.max_volumes=64 wandb.mode=disabled",
     "finetuning.train": "data.workers=0 train.epochs=1 wandb.mode=disabled",
     "finetuning.compare": "--columns devices",
-    "finetuning.power": "--simulate 20",
 }
 
 

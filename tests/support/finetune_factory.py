@@ -4,6 +4,7 @@ A volume is speckle with a band that is thicker in a later class, so a probe can
 has both eyes, and devices are balanced over the classes.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,15 @@ import pandas as pd
 import torch
 from torch import nn
 
+from data_setup.loader import EVALUATION_BATCH, evaluation_batches
+from data_setup.normalisation import plain_view
 from data_setup.resample import NEAREST, Resampled
 from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.predictions import Predictions
+from models.probes.features import embed
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
 from utils.config.load import load_config, to_yaml
@@ -29,6 +34,8 @@ SIZE = (8, 24, 32)
 PEOPLE = {"train": 16, "val": 8, "test": 12}
 DEVICES = ("zeiss_cirrus", "topcon_triton")
 SITES = ("UW", "UCSD", "UAB")
+PREPARED = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
+PREPARED |= {"by_device": {}, "by_protocol": {}}  # prepare_report.json, which a run copies
 RUNTIME = Runtime(torch.device("cpu"), use_bf16=False)
 
 
@@ -87,7 +94,7 @@ def make_world(root: Path, people: Mapping[str, int] = PEOPLE, classes: str = "a
     header = ["person_id", "clinical_site", "study_group", "age", "recommended_split", "band_rows"]
     table = "".join("\t".join(map(str, line)) + "\n" for line in [header, *lines])
     (root / "participants.tsv").write_text(table)
-    (root / "store" / "prepare_report.json").write_text("{}")  # a run copies it
+    (root / "store" / "prepare_report.json").write_text(json.dumps(PREPARED))
     return root
 
 
@@ -99,11 +106,8 @@ def write_labels(path: Path, label: Callable[[str, int], str]) -> None:
 
 def config(root: Path, run: Path, *overrides: str) -> Config:
     """The smoke test's configuration for the store of make_world, with a grid of 2 x 3 x 4."""
-    small = ["spatial.image_size=[8,24,32]"]
-    small += [
-        "data.workers=0",
-        "train.use_bf16=false",
-    ]  # a worker imports torch, which takes longer than the test
+    # no workers: one imports torch, which takes longer than the test
+    small = ["spatial.image_size=[8,24,32]", "data.workers=0", "train.use_bf16=false"]
     place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}"]
     return load_config(CONFIG, [*small, *place, *overrides])
 
@@ -149,6 +153,14 @@ def index_store(records: Sequence[Mapping[str, Any]]) -> PreparedStore:
     return PreparedStore("memory://store", None, None, {}, index.set_index("row", drop=False))
 
 
+def embed_rows(
+    encoder: nn.Module, cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
+) -> np.ndarray:
+    """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
+    batches = map(runtime.to_device, evaluation_batches(cfg, store, rows, EVALUATION_BATCH))
+    return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
+
+
 def three_folds(seed: int, people: int = 36) -> list[Cohort]:
     """Crossfit over people with a volume each, of two classes: fold k is evaluated, k + 1 is val."""
     part = np.random.default_rng(seed).permutation(people) % 3
@@ -169,6 +181,14 @@ def three_folds(seed: int, people: int = 36) -> list[Cohort]:
     ]
 
 
+def predictions(kind: str, truth: Any, scores: Any, person: Any = None) -> Predictions:
+    """Scores [U, C] of units with this truth [U] or [U, T]; of `person` [U], or one person each."""
+    unit = np.array([f"u{number:04d}" for number in range(len(truth))])
+    truth, scores = np.asarray(truth, float).reshape(len(truth), -1), np.asarray(scores, float)
+    names = tuple("abcdefg"[: scores.shape[1]])
+    return Predictions(kind, names, unit, unit if person is None else np.asarray(person), truth, scores)
+
+
 def noise(trial: int, seed: int, people: int = 36) -> np.ndarray:
     """Features of a random encoder that know nothing, [people, 6]."""
     return np.random.default_rng([trial, seed]).normal(size=(people, 6)).astype(np.float32)
@@ -178,3 +198,17 @@ def assert_no_gain(gains: Sequence[float]) -> None:
     """Whoever chooses without having seen the evaluated people gains nothing on noise."""
     error = np.std(gains, ddof=1) / np.sqrt(len(gains))
     assert abs(np.mean(gains)) < 2 * error, f"{np.mean(gains):+.3f}, standard error {error:.3f}"
+
+
+def image_encoder(folder: Path) -> str:
+    """A Hugging Face image encoder of a tiny configuration with random weights."""
+    from transformers import ViTConfig, ViTModel
+
+    tiny = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=32
+    )
+    ViTModel(tiny, add_pooling_layer=False).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        '{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
+    )
+    return str(folder)

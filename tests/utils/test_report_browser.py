@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.support.report_factory import write_run
-from tests.utils.test_report_page import feature_map, layers_picture
+from tests.utils.test_report_page import layers_picture
 from utils.report.cli import main
 from utils.report.volumes import save_layers
 
@@ -37,7 +36,6 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     first, second = write_run(folder / "first"), write_run(folder / "second")
     save_layers(str(first / "layers" / "row_000003.npz"), layers_picture())
-    (first / "feature_map.json").write_text(json.dumps(feature_map()))
     main([str(first), str(second)])
     return first / "comparison.html"
 
@@ -154,12 +152,6 @@ def test_curves_zoom_and_runs_can_be_hidden(browser: Browser, page_file: Path) -
         page.mouse.up()
         page.wait_for_timeout(300)
         assert page.evaluate(span) < wide / 2
-        page.locator("#map").scroll_into_view_if_needed()
-        wait_until_drawn(page, "#map")
-        names = "document.getElementById('map').data.map((trace) => trace.name)"
-        assert page.evaluate(names) == ["topcon", "zeiss"]
-        page.locator("#map-colour").select_option("laterality")
-        assert page.evaluate(names) == ["L", "R"]
 
 
 def test_the_keyboard_reaches_everything(browser: Browser, page_file: Path) -> None:
@@ -168,7 +160,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, page_file: Path) -> N
         for _ in range(80):
             page.keyboard.press("Tab")
             reached.append(page.evaluate(FOCUS))
-        wanted = {"volume", "show-masks", "show-features", "bscan", "plane", "enface", "map-colour", "map"}
+        wanted = {"volume", "show-masks", "show-features", "bscan", "plane", "enface"}
         assert wanted <= set(reached)
         charts = {text for text in reached if "over the optimizer step" in text}
         assert len(charts) == NUM_CHARTS

@@ -40,7 +40,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (second / "prepare_report.json").write_text(json.dumps(prepared))
     picture = layers_picture()
     save_layers(str(second / "layers" / "row_000003.npz"), picture)
-    (second / "feature_map.json").write_text(json.dumps(feature_map()))
     (second / "evaluation.json").write_text(json.dumps(evaluation_json(0.02, 0.1)))
     (second / "leaderboard").mkdir()
     (second / "leaderboard" / "leaderboard.csv").write_text(
@@ -58,18 +57,6 @@ def layers_picture() -> LayersPicture:
     predicted[1, :, -1] = np.nan
     volume = np.random.default_rng(0).integers(0, 255, (6, 48, 32), np.uint8)
     return LayersPicture(volume, (0.5, 0.01, 0.1), ("ILM", "BM"), predicted, predicted + 1, "row 3")
-
-
-def feature_map() -> dict:
-    return {
-        "about": "split test",
-        "x": [0.0, 1.0, 2.0],
-        "y": [1.0, 0.0, 1.5],
-        "shares": [0.5, 0.25],
-        "device": ["zeiss", "zeiss", "topcon"],
-        "label": ["a", "b", "b"],
-        "laterality": ["R", "L", "R"],
-    }
 
 
 def content_of(page: Path) -> dict:

@@ -50,8 +50,8 @@ FILES = (  # from the run's folder, and what they are
     ("comparison.html", "This run beside others"),
     ("results.json", "The numbers of the report, for programs"),
     ("evaluation.md", "The evaluation: every metric, by class and subgroup"),
+    ("leaderboard/leaderboard.md", "The leaderboard"),
     ("layers.md", "The evaluation of predicted layers"),
-    ("leaderboard/leaderboard.html", "The leaderboard"),
     ("prepare_report.json", "The store: what was kept, what was rejected and why"),
     ("check_report.json", "The check of the tree by its headers"),
     ("config.yaml", "Every key of the configuration"),
@@ -109,13 +109,12 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def content_of(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
-    """What the script draws: curves, volumes and feature maps."""
+    """What the script draws: curves and volumes."""
     volumes = []
     for run, name in zip(runs, names, strict=True):
         volumes += [volume_of_snapshot(path, name) for path in _shown(run.snapshots)]
         volumes += [volume_of_layers(path, name) for path in run.layers]
-    maps = [run.feature_map | {"run": name} for run, name in zip(runs, names, strict=True) if run.feature_map]
-    return {"runs": list(names), "charts": charts_of(runs), "volumes": volumes, "maps": maps}
+    return {"runs": list(names), "charts": charts_of(runs), "volumes": volumes}
 
 
 def part_of(run: Run, name: str, number: int) -> Part:

@@ -3,7 +3,7 @@
 In: files of the run directory only: metrics.jsonl, config.yaml, provenance.json, prepare_report.json, and
 where they exist check_report.json (`prepare --check-only`), truth.json (benchmarks.phantom_truth),
 evaluation.json, evaluation.md and figures/*.png (finetuning.evaluate), snapshots/*.npz
-(utils.report.pictures), layers/*.npz (utils.report.volumes), layers.json, feature_map.json,
+(utils.report.pictures), layers/*.npz (utils.report.volumes), layers.json,
 leaderboard/leaderboard.csv (finetuning) and stages.tsv (name, tab, seconds). Out: a `Run`; the dictionary of
 results.json; sentences about what the numbers warn of.
 """
@@ -57,7 +57,6 @@ class Run:
     snapshots: list[Path]
     layers: list[Path]
     layers_answer: dict[str, Any] | None
-    feature_map: dict[str, Any] | None
     leaderboard: list[list[str]]  # lines of its table, the header first; empty without one
 
     @property
@@ -82,7 +81,7 @@ def read_run(path: str | Path) -> Run:
     truth, evaluation = path / "truth.json", path / "evaluation.json"
     files = [path / "evaluation.md", *sorted((path / "figures").glob("*.png"))]
     stages, checked = path / "stages.tsv", path / "check_report.json"
-    layers, points = path / "layers.json", path / "feature_map.json"
+    layers = path / "layers.json"
     board = path / "leaderboard" / "leaderboard.csv"
     return Run(
         path=path,
@@ -100,7 +99,6 @@ def read_run(path: str | Path) -> Run:
         snapshots=sorted((path / "snapshots").glob("*.npz")),
         layers=sorted((path / "layers").glob("*.npz")),
         layers_answer=_json(layers) if layers.exists() else None,
-        feature_map=_json(points) if points.exists() else None,
         leaderboard=[*csv.reader(_text(board).splitlines())] if board.exists() else [],
     )
 

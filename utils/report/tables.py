@@ -100,7 +100,7 @@ def leaderboard_table(lines: Sequence[Sequence[str]]) -> Table:
         text = with_interval(float(value) if value else None, ends)
         values.setdefault(line[place["row"]], {})[line[place["cell"]]] = text
     rows = [[name, *(of_row.get(key, "-") for key in cells)] for name, of_row in values.items()]
-    note = "With 95 % intervals; more is in leaderboard/leaderboard.html."
+    note = "With 95 % intervals; more is in leaderboard/leaderboard.md."
     return Table("leaderboard", ["", *cells], rows, note)
 
 

@@ -8,12 +8,7 @@ import pytest
 
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK
-from tests.support.finetune_factory import config, make_world, save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_world(tmp_path_factory.mktemp("world"))
+from tests.support.finetune_factory import config, save_checkpoint
 
 
 @pytest.fixture(scope="module")

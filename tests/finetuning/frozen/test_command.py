@@ -14,7 +14,7 @@ from finetuning.cohort.unread import UNREAD
 from finetuning.features.kept import KeptFeatures
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
-from tests.support.finetune_factory import CONFIG, config, save_checkpoint
+from tests.support.finetune_factory import CONFIG, PREPARED, config, save_checkpoint
 from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.config.schema import Config, leaves
@@ -86,9 +86,7 @@ def test_a_probe_has_the_log_and_the_report_of_a_run(
     assert [row["step"] for row in rows if "val/balanced_accuracy" in row] == [1, 2, 3]
     assert "step 3: " in (run / "log.txt").read_text()
     assert not (run / "no_checkpoint_yet").exists()
-    counts = {"kept": 72, "rejected": {}, "synthetic": True, "run": {"audit": None}}
-    counts |= {"by_device": {}, "by_protocol": {}}
-    (run / "prepare_report.json").write_text(json.dumps(counts))
+    (run / "prepare_report.json").write_text(json.dumps(PREPARED))
     report.main([str(run)])
     page = (run / "report.html").read_text()
     assert "Fine-tuning on 3D retinal OCT" in page

@@ -91,16 +91,16 @@ def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None
     cohort, features = made_up("classification", classes(2))
     cfg = learning(world)
     chosen = train_grid(cfg, swapped(cohort), pooled(cohort, features), WIDTH, CPU)
-    lines = chosen.validation["grid"]
+    lines = chosen[1]["grid"]
     assert len(lines) == 4
     ranks = [(line["score"], -line["loss"]) for line in lines]
     best = lines[ranks.index(max(ranks))]
-    assert {key: chosen.validation[key] for key in best} == best
+    assert {key: chosen[1][key] for key in best} == best
     assert best["epoch"] == 1
     expected, _ = alone(cfg, swapped(cohort), features, best["learning_rate"], best["weight_decay"], 1)
-    for name, value in chosen.head.named_parameters():
+    for name, value in chosen[0].named_parameters():
         torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=1e-5)
-    normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
+    normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)[1]
     assert normal["learning_rate"] == 3e-2
     assert normal["score"] > 0.8
 
@@ -140,11 +140,8 @@ def test_the_log_follows_the_pair_that_leads(world: Path) -> None:
     for (_, one), (_, other) in zip(alone_scored, scored, strict=True):
         assert other == pytest.approx(one)
     assert [step for step, _ in scored] == [per_epoch * n for n in range(1, 9)]
-    kept = scored[trained.validation["epoch"] - 1][1]
-    assert kept == {
-        "val/loss": trained.validation["loss"],
-        "val/balanced_accuracy": trained.validation["score"],
-    }
+    kept = scored[trained[1]["epoch"] - 1][1]
+    assert kept == {"val/loss": trained[1]["loss"], "val/balanced_accuracy": trained[1]["score"]}
 
 
 def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +164,7 @@ def test_training_stops_when_nothing_became_better(world: Path, monkeypatch: pyt
 def test_a_member_that_diverges_is_left_out(world: Path) -> None:
     cohort, features = made_up("regression", np.linspace(0, 1, 90)[:, None])
     cfg = learning(world, "head.learning_rates=[1e-2,1e30]", "head.weight_decays=[0]")
-    result = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU).validation
+    result = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)[1]
     assert result["learning_rate"] == 1e-2
     cfg = learning(world, "head.learning_rates=[1e30]")
     with pytest.raises(UserError, match=r"head.learning_rates: expected one that trains, .* \[1e\+30\]"):

@@ -16,12 +16,12 @@ from torch import nn
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.source import evaluated_config, on_own_endpoint
 from finetuning.features.kept import KeptFeatures, features_folder, weights_digest
-from finetuning.features.pooled import embed_rows, pretrained_encoder, random_encoder
+from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.heads import frozen
 from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
-from tests.support.finetune_factory import RUNTIME, config, save_checkpoint
+from tests.support.finetune_factory import RUNTIME, config, embed_rows, save_checkpoint
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError

@@ -26,8 +26,8 @@ def test_evaluated_participants_change_nothing(world: Path) -> None:
     target = np.where(evaluated[:, None], (cohort.target + 1) % 3, cohort.target)
     other = np.where(evaluated[:, None], np.float32(np.nan), features)
     second = train_grid(cfg, replace(cohort, target=target), pooled(cohort, other), WIDTH, CPU)
-    assert first.validation == second.validation
-    for a, b in zip(first.head.parameters(), second.head.parameters(), strict=True):
+    assert first[1] == second[1]
+    for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -52,10 +52,10 @@ def test_regression_predicts_in_the_labels_unit(world: Path) -> None:
     cfg = learning(world, "head.learning_rates=[3e-2]", "train.epochs=40")
     trained = train_grid(cfg, cohort, inputs, WIDTH, CPU)
     val = np.flatnonzero(cohort.fold == VAL)
-    predicted = trained.head(*inputs.read(val))[:, 0].detach().numpy()
+    predicted = trained[0](*inputs.read(val))[:, 0].detach().numpy()
     by_person = (predicted[0::2] + predicted[1::2]) / 2
     truth = cohort.target[val[::2], 0]
-    assert trained.validation["score"] == pytest.approx(-np.mean((by_person - truth) ** 2), rel=1e-4)
+    assert trained[1]["score"] == pytest.approx(-np.mean((by_person - truth) ** 2), rel=1e-4)
     assert np.mean((by_person - truth) ** 2) < 0.2 * truth.var()
     constant = replace(cohort, target=np.full_like(cohort.target, 5))
     with pytest.raises(UserError, match="value: expected a value that varies on split train, found 5 alone"):
@@ -79,7 +79,7 @@ def test_what_is_read_at_once_changes_nothing(world: Path) -> None:
     cohort, features = made_up("classification", classes(2), people=30)
     tokens = torch.from_numpy(features).reshape(len(features), 2, WIDTH)
     cfg = learning(world, "head.kind=attentive", "train.epochs=2", "head.learning_rates=[1e-3]")
-    whole, parts = (train_grid(cfg, cohort, Tokens(tokens, size), WIDTH, CPU).head for size in (100, 5))
+    whole, parts = (train_grid(cfg, cohort, Tokens(tokens, size), WIDTH, CPU)[0] for size in (100, 5))
     torch.manual_seed(0)
     start = build_head("attentive", WIDTH, 2, 8, 0.0)
     seen = tokens, torch.ones(tokens.shape[:2])
@@ -95,5 +95,5 @@ def test_other_kinds_learn(world: Path, kind: str) -> None:
     cohort, features = made_up(kind, target)
     cfg = learning(world, "head.learning_rates=[3e-2]", "train.epochs=30")
     trained = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)
-    assert trained.validation["score"] > 0.7
-    assert trained.head.last.out_features == (2 if kind == "multilabel" else 4)
+    assert trained[1]["score"] > 0.7
+    assert trained[0].last.out_features == (2 if kind == "multilabel" else 4)

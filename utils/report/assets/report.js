@@ -1,11 +1,10 @@
-// What moves in a report: curves (plotly), the slice viewer, the feature map. The data is in #content.
+// What moves in a report: curves (plotly), the slice viewer. The data is in #content.
 (() => {
 "use strict";
 const $ = (id) => document.getElementById(id);
 const content = JSON.parse($("content").textContent);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const DASHES = ["solid", "dot", "dash", "dashdot"];
-const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star", "triangle-down"];
 const many = content.runs.length > 1;
 
 // --- plots ---
@@ -298,43 +297,7 @@ function openViewer() {
   choose(0);
 }
 
-// --- the feature map ---
-
-function drawMap() {
-  const map = content.maps[$("map-run").selectedIndex], values = map[$("map-colour").value];
-  const names = [...new Set(values)].sort();
-  const traces = names.map((name, number) => {
-    const at = values.map((value, i) => (value === name ? i : -1)).filter((i) => i >= 0);
-    return {
-      x: at.map((i) => map.x[i]), y: at.map((i) => map.y[i]), mode: "markers", name,
-      text: at.map((i) => `${map.device[i]}, ${map.label[i]}, ${map.laterality[i]}`),
-      hovertemplate: "%{text}<extra></extra>",
-      marker: { color: colour(`--run-${number % 8}`), symbol: SYMBOLS[number % 8], size: 8, opacity: 0.8 },
-    };
-  });
-  const layout = layoutOf({ hovermode: "closest", showlegend: true, legend: { orientation: "h", y: -0.16 } });
-  const axis = (number) => `component ${number}, ${Math.round(100 * map.shares[number - 1])} % of the variance`;
-  layout.xaxis.title = { text: axis(1), font: { size: 11 } };
-  layout.yaxis.title = { text: axis(2), font: { size: 11 } };
-  Plotly.react($("map"), traces, layout, { displayModeBar: false, responsive: true });
-  $("map-text").textContent = `${map.x.length} volumes of ${map.about}. ${names.map((name) => `${name} ${values.filter((v) => v === name).length}`).join(", ")}.`;
-}
-
-function openMap() {
-  const there = content.maps.length > 0;
-  $("map-part").hidden = !there;
-  $("no-map").hidden = there;
-  if (!there) return;
-  content.maps.forEach((map) => $("map-run").append(new Option(map.run)));
-  $("map-run").parentElement.hidden = content.maps.length < 2;
-  for (const id of ["map-run", "map-colour"]) $(id).addEventListener("change", drawMap);
-  $("map").draw = drawMap;
-  listenToKeys($("map"));
-  whenSeen.observe($("map"));
-}
-
 openCharts();
 openViewer();
-openMap();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { redraw(); drawScan(); });
 })();

@@ -19,7 +19,7 @@ The definitions are scikit-learn's, and tests compare with it. What has several 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,15 +44,6 @@ class Measures:
     by_class: Mapping[str, np.ndarray]  # name -> [S, C]; multilabel: a column a label; regression: none
 
 
-@dataclass(frozen=True)
-class Reliability:
-    """Points of a reliability plot: the bins that hold a unit."""
-
-    confidence: np.ndarray  # mean highest probability [bins]
-    accuracy: np.ndarray  # share of right units [bins]
-    count: np.ndarray  # units [bins]
-
-
 def observed(predictions: Predictions) -> Measures:
     """The metrics of the predictions themselves, S = 1."""
     return measure(predictions, np.ones((1, len(predictions.unit))))
@@ -70,11 +61,7 @@ def measure(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
 
 
 def bootstrap_counts(predictions: Predictions, samples: int, seed: int) -> np.ndarray:
-    """How often each resample holds each unit [samples, U]: people are drawn, with all of their units.
-
-    Stratified by class (by the class of most of a person's units, where they differ); regression and
-    multilabel have no strata.
-    """
+    """How often each resample holds each unit [samples, U]: people are drawn, within classes."""
     people, of_unit = np.unique(predictions.person, return_inverse=True)
     strata_P = np.zeros(len(people), int)
     if predictions.kind in ("classification", "ordinal"):
@@ -115,30 +102,19 @@ def at_threshold(predictions: Predictions, threshold_U: np.ndarray, counts_SU: n
     return Measures(*_of_confusion(confusion_SCC))
 
 
-def reliability(predictions: Predictions) -> Reliability:
-    """The points of the reliability plot; of all labels together for multilabel."""
+def reliability(predictions: Predictions) -> dict[str, np.ndarray]:
+    """The points of the reliability plot, a number for each bin that holds a unit: mean highest probability
+    `confidence`, share of right units `accuracy`, units `count`; of all labels together for multilabel.
+    """
     confidence, is_right = (
         np.concatenate(parts)
-        for parts in zip(*(_confidence(p.truth[:, 0], p.scores) for p in _tasks(predictions)), strict=True)
+        for parts in zip(*(_confidence(p.truth[:, 0], p.scores) for p in tasks_of(predictions)), strict=True)
     )
     bin_U = _bins(confidence)
     count = np.bincount(bin_U, minlength=NUM_BINS)
     used = count > 0
     mean = [np.bincount(bin_U, v, minlength=NUM_BINS)[used] / count[used] for v in (confidence, is_right)]
-    return Reliability(mean[0], mean[1], count[used])
-
-
-def as_task(predictions: Predictions, label: int) -> Predictions:
-    """One label of multilabel predictions as a task of two classes."""
-    yes_U1 = predictions.scores[:, [label]]
-    return Predictions(
-        "classification",
-        (f"no {predictions.names[label]}", predictions.names[label]),
-        predictions.unit,
-        predictions.person,
-        predictions.truth[:, [label]],
-        np.concatenate([1 - yes_U1, yes_U1], axis=1),
-    )
+    return {"confidence": mean[0], "accuracy": mean[1], "count": count[used]}
 
 
 def auroc(is_positive_U: np.ndarray, score_U: np.ndarray, counts_SU: np.ndarray) -> np.ndarray:
@@ -163,7 +139,7 @@ def _measure(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
         return Measures(_of_values(predictions.truth[:, 0], predictions.scores[:, 0], counts_SU), {})
     if predictions.kind != "multilabel":
         return _of_classes(predictions, counts_SU)
-    parts = [_of_classes(task, counts_SU) for task in _tasks(predictions)]
+    parts = [_of_classes(task, counts_SU) for task in tasks_of(predictions)]
     by_label = {  # of "yes"
         name: np.stack([p.by_class[name][:, 1] for p in parts], axis=1) for name in parts[0].by_class
     }
@@ -257,11 +233,17 @@ def _bins(confidence_U: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.linspace(0, 1, NUM_BINS + 1)[1:-1], confidence_U)
 
 
-def _tasks(predictions: Predictions) -> list[Predictions]:
-    """The predictions themselves, or each label as a separate task."""
+def tasks_of(predictions: Predictions) -> list[Predictions]:
+    """The predictions themselves, or each label of multilabel ones as a task of two classes."""
     if predictions.kind != "multilabel":
         return [predictions]
-    return [as_task(predictions, number) for number in range(len(predictions.names))]
+    tasks = []
+    for number, name in enumerate(predictions.names):
+        yes_U1 = predictions.scores[:, [number]]
+        scores_U2 = np.concatenate([1 - yes_U1, yes_U1], axis=1)
+        task = replace(predictions, kind="classification", names=(f"no {name}", name))
+        tasks.append(replace(task, truth=predictions.truth[:, [number]], scores=scores_U2))
+    return tasks
 
 
 def _by_score(

@@ -1,4 +1,4 @@
-"""The rows of the leaderboard before anything is computed: encoders, and baselines that have none.
+"""The rows of a table before anything is computed: encoders, and baselines that have none.
 
 In: checkpoints, a configuration, the store, the volumes that anybody asks for. Out: an `Entry` a row, whose
 features are computed when first asked for, once for all volumes.
@@ -11,27 +11,30 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from sklearn.decomposition import PCA
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort
 from finetuning.cohort.source import Source, check_fit, open_source
 from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import pretrained_encoder, random_encoder
-from finetuning.features.probing import Features, baselines, of_rows
+from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
+from finetuning.features.probing import Features, of_rows
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import Yardstick, yardsticks
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.single import Runtime
 
+RANDOM_SEEDS = 3  # random initialisations to compare with
+MAX_COMPONENTS = 256  # of the raw-voxel PCA
+
 
 @dataclass(frozen=True)
 class Encoder:
-    """A 3D encoder of this project, and the configuration that it rests on."""
+    """A 3D encoder of this project, and what it rests on."""
 
     module: nn.Module
-    cfg: Config
     source: Source  # a checkpoint with the same architecture
     is_random: bool
 
@@ -105,28 +108,50 @@ def short_names(sources: Sequence[Source]) -> list[str]:
     return [n if names.count(n) == 1 else s.url for n, s in zip(names, sources, strict=True)]
 
 
-def checkpoint_entry(volumes: Volumes, source: Source, name: str, label: str) -> Entry:
-    """The target encoder of a checkpoint."""
+def encoder_entry(volumes: Volumes, source: Source, name: str, label: str, seed: int | None = None) -> Entry:
+    """The target encoder of a checkpoint; with a seed a random encoder of its architecture."""
 
     @cache
     def encoder() -> Encoder:
-        return Encoder(
-            pretrained_encoder(source.cfg, source.state, source.url), source.cfg, source, is_random=False
-        )
+        if seed is not None:
+            return Encoder(random_encoder(source.cfg, seed), source, is_random=True)
+        module = pretrained_encoder(source.cfg, source.state, source.url)
+        return Encoder(module, source, is_random=False)
 
-    blocks = f" blocks {source.cfg.model.feature_blocks}" if source.cfg.model.feature_blocks else ""
-    return _encoder_entry(volumes, encoder, name, label, f"checkpoint {source.state['checksum']}{blocks}")
-
-
-def random_entry(volumes: Volumes, source: Source, seed: int, label: str) -> Entry:
-    """A random encoder of the architecture of a checkpoint."""
-
-    @cache
-    def encoder() -> Encoder:
-        return Encoder(random_encoder(source.cfg, seed), source.cfg, source, is_random=True)
+    def compute(rows: np.ndarray) -> np.ndarray:
+        return kept_features(volumes, encoder()).pooled(rows)
 
     identity = f"random {architecture(source.cfg)} seed {seed}"
-    return _encoder_entry(volumes, encoder, f"random_{seed}", label, identity)
+    if seed is None:
+        identity = f"checkpoint {source.state['checksum']}{_blocks(source.cfg)}"
+    return Entry(name, label, identity, volumes.lookup(compute), lambda cohort: encoder())
+
+
+def best_random(
+    volumes: Volumes,
+    cohorts: Sequence[Cohort],
+    source: Source,
+    vals_of: Callable[[Entry], Sequence[float]],
+    arm: str = "random initialisation",
+) -> tuple[Entry, str]:
+    """Of RANDOM_SEEDS random encoders with the architecture of a source the one that is best on validation,
+    by `vals_of` it in each fold, and a note of all.
+
+    In crossfit each fold has its own best. A mean over folds must not choose: the validation people of a fold
+    are evaluated in another one.
+    """
+    seeds = [volumes.cfg.seed + number for number in range(RANDOM_SEEDS)]
+    entries = [encoder_entry(volumes, source, f"random_{s}", f"{arm} (seed {s})", s) for s in seeds]
+    vals = [list(vals_of(entry)) for entry in entries]
+    best = [int(np.argmax(scores)) for scores in zip(*vals, strict=True)]
+    rule, entry = "the seed that is best on validation participants", entries[best[0]]
+    if len(best) > 1:
+        chosen = ", ".join(str(seeds[number]) for number in best)
+        rule = f"in each fold the seed that is best on the fold's own validation participants, here {chosen}"
+        parts = [entries[number] for number in best]
+        entry = fold_by_fold(parts, cohorts, "random_by_fold", f"{arm} (a seed a fold)")
+    each = ", ".join(f"seed {seed}: {np.mean(val):.3f}" for seed, val in zip(seeds, vals, strict=True))
+    return entry, f"{arm[0].upper()}{arm[1:]} is {rule} ({each})."
 
 
 def fold_by_fold(parts: Sequence[Entry], cohorts: Sequence[Cohort], name: str, label: str) -> Entry:
@@ -147,19 +172,44 @@ def fold_by_fold(parts: Sequence[Entry], cohorts: Sequence[Cohort], name: str, l
 
 def architecture(cfg: Config) -> str:
     """What two configurations share whose random encoders are the same."""
-    blocks = f" blocks {cfg.model.feature_blocks}" if cfg.model.feature_blocks else ""
-    return f"{cfg.method.recipe} {cfg.model.size} {cfg.model.rope} {cfg.spatial}{blocks}"
+    return f"{cfg.method.recipe} {cfg.model.size} {cfg.model.rope} {cfg.spatial}{_blocks(cfg)}"
 
 
-def baseline_entries(volumes: Volumes) -> list[Entry]:
-    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot, and strong baselines."""
-    rows = baselines(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)
+def _blocks(cfg: Config) -> str:
+    return f" blocks {cfg.model.feature_blocks}" if cfg.model.feature_blocks else ""
 
-    def entry(name: str) -> Entry:
-        label, features = rows[name]
-        return Entry(name, label, name, lambda: features)
 
-    def of_yardstick(row: Yardstick) -> Entry:
+def plain_entries(volumes: Volumes) -> list[Entry]:
+    """Rows without an encoder: raw-voxel PCA, mean A-scan profile, device one-hot."""
+    store, rows = volumes.store, volumes.rows
+
+    @cache
+    def raw() -> tuple[np.ndarray, np.ndarray]:
+        return raw_features(volumes.cfg, store, rows, volumes.runtime)
+
+    def components(cohort: Cohort) -> np.ndarray:
+        """The principal components of the training fold."""
+        is_train, voxels = cohort.fold == TRAIN, of_rows(rows, raw()[0])(cohort)
+        count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1])
+        return PCA(count, random_state=0).fit(voxels[is_train]).transform(voxels)
+
+    def profile(cohort: Cohort) -> np.ndarray:
+        return of_rows(rows, raw()[1])(cohort)
+
+    def device(cohort: Cohort) -> np.ndarray:
+        return device_features(store, cohort.rows, cohort.rows[cohort.fold == TRAIN])
+
+    return [
+        Entry("voxel_pca", "raw-voxel PCA", "voxel_pca", lambda: components),
+        Entry("ascan_profile", "mean A-scan profile", "ascan_profile", lambda: profile),
+        Entry("device", "device one-hot", "device", lambda: device),
+    ]
+
+
+def yardstick_entries(volumes: Volumes) -> list[Entry]:
+    """The strong rows without an encoder."""
+
+    def entry(row: Yardstick) -> Entry:
         def features(cohort: Cohort) -> np.ndarray:
             assert row.volumes is not None
             is_training = np.isin(volumes.rows, cohort.rows[cohort.fold == TRAIN])
@@ -167,8 +217,7 @@ def baseline_entries(volumes: Volumes) -> list[Entry]:
 
         return Entry(row.name, row.label, f"yardstick {row.name}", lambda: features)
 
-    made = yardsticks(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)
-    return [*map(entry, rows), *map(of_yardstick, made)]
+    return [entry(row) for row in yardsticks(volumes.cfg, volumes.store, volumes.rows, volumes.runtime)]
 
 
 def slice_entry(volumes: Volumes, encoder: SliceEncoder) -> Entry:
@@ -181,17 +230,7 @@ def slice_entry(volumes: Volumes, encoder: SliceEncoder) -> Entry:
     return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", volumes.lookup(compute))
 
 
-def _encoder_entry(
-    volumes: Volumes, encoder: Callable[[], Encoder], name: str, label: str, identity: str
-) -> Entry:
-    def compute(rows: np.ndarray) -> np.ndarray:
-        return kept_features(volumes, encoder()).pooled(rows)
-
-    return Entry(name, label, identity, volumes.lookup(compute), lambda cohort: encoder())
-
-
 def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:
     """The kept features of an encoder; a random one's are kept as well, by its weights."""
-    return KeptFeatures(
-        encoder.module, encoder.cfg, volumes.store, volumes.runtime, features_folder(encoder.cfg)
-    )
+    cfg = encoder.source.cfg
+    return KeptFeatures(encoder.module, cfg, volumes.store, volumes.runtime, features_folder(cfg))

@@ -24,7 +24,7 @@ import re
 from collections.abc import Sequence
 
 from finetuning.cohort.labels import check_table
-from utils.cli import add_image_arguments, announce, parse_words, run_cli
+from utils.cli import add_image_arguments, announce, parse_words, require_there, run_cli
 from utils.errors import UserError
 from utils.log import setup_logging
 
@@ -66,6 +66,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the leaderboard of a command line and print it."""
     args = parse(argv)
+    require_there("--checkpoints", *args.checkpoints)
+    require_there("--control", args.control)
     check_table(args.config, args.overrides)
     announce(f"finetuning.compare: {args.config}; the libraries load, which takes seconds")
     setup_logging()

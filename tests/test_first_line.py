@@ -20,19 +20,23 @@ FIRST_LINES = {  # command and words -> how its first line begins
     "data_setup.prepare --config configs/smoke_test.yaml data.gcs_root=no/tree": "prepare: no/tree/",
     "pretraining.train --config configs/smoke_test.yaml": "pretraining.train: configs/smoke_test.yaml;",
     "finetuning.train --config configs/layers.yaml model.checkpoint=no/run": "finetuning.train: configs/",
-    "finetuning.evaluate --head no/run": "finetuning.evaluate: no/run;",
-    "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints no/run": "finetuning.compare: ",
-    "finetuning.predict --checkpoint no/run --files no/scan --out no/out": "finetuning.predict: no/run;",
-    "finetuning.embed --checkpoint no/run --store no/store --out no/out": "finetuning.embed: no/run;",
+    "finetuning.evaluate --head configs": "finetuning.evaluate: configs;",
+    "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs": "finetuning.compare: ",
+    "finetuning.predict --checkpoint configs --files no/scan --out no/out": "finetuning.predict: configs;",
+    "finetuning.embed --checkpoint configs --store no/store --out no/out": "finetuning.embed: configs;",
 }
 TABLE = "task.labels_path=no/table.csv"
 REFUSED = {  # command and words -> what the one line says
     f"finetuning.train --config configs/cls_linear_probe.yaml {TABLE}": "no/table.csv",
     f"finetuning.evaluate --config configs/cls_linear_probe.yaml {TABLE}": "no/table.csv",
-    f"finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints a {TABLE}": "no/table.csv",
+    f"finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints docs {TABLE}": "no/table.csv",
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints a --columns b": "--columns",
-    "finetuning.predict --checkpoint a --out b --rows all data.workers": "data.workers",
-    "finetuning.embed --checkpoint a --out b --store c data.workers": "data.workers",
+    "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs no/run": "no/run",
+    "finetuning.evaluate --head no/run": "no/run",
+    "finetuning.predict --checkpoint no/run --out b --rows all": "no/run",
+    "finetuning.predict --checkpoint configs --out b --rows all data.workers": "data.workers",
+    "finetuning.embed --checkpoint no/run --out b --store c": "no/run",
+    "finetuning.embed --checkpoint configs --out b --store c data.workers": "data.workers",
     "pretraining.train --config configs/smoke_test.yaml optim.base_lrr=1": "optim.base_lrr",
 }
 

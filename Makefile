@@ -32,20 +32,27 @@ help: ## list the targets
 
 install: $(VENV)/installed-dev ## make .venv with everything that the targets need
 
+# pip would write the bytecode of all packages, 0.3 GB and a minute; so only these and what they import get theirs
+IMPORTED := torch, monai.transforms, pandas, pyarrow.parquet, sklearn.linear_model, scipy.stats, zarr, pydicom, \
+    matplotlib.pyplot, plotly.offline, wandb, nibabel, tifffile, gcsfs, s3fs
+
 # torch comes first where there is no NVIDIA driver: PyPI's brings 5 GB of CUDA's libraries. `TORCH_INDEX=` takes PyPI's.
 $(VENV)/installed: requirements.txt constraints.txt
 	@mkdir -p $(RUN)
 	@echo "== install: packages into $(VENV), minutes; 1.6 GB, with CUDA 6 GB"
 	@start=$$(date +%s); test -x $(PY) || $(PYTHON) -m venv $(VENV) && \
-	if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --no-deps --retries 1 "$$(grep '^torch==' constraints.txt)" --index-url $(TORCH_INDEX) || \
+	if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --no-compile --no-deps --retries 1 "$$(grep '^torch==' constraints.txt)" \
+	    --index-url $(TORCH_INDEX) || \
 	    echo "$(TORCH_INDEX): not reached, so torch comes from PyPI, with CUDA's libraries"; fi; \
-	$(PIP) -r requirements.txt -c constraints.txt && \
+	$(PIP) --no-compile -r requirements.txt -c constraints.txt && \
+	env -u PYTHONDONTWRITEBYTECODE $(PY) -c "import $(IMPORTED)" && \
 	printf 'install\t%s\n' $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed requirements-dev.txt
 	@echo "== install: the tools of the tests into $(VENV)"
 	@$(PIP) -r requirements-dev.txt -c constraints.txt
+	-@$(PY) -m compileall -qq -j 0 $(VENV)/lib # some packages hold templates that are no Python
 	@touch $@
 
 lock: ## write constraints.txt again, from the newest versions that the requirements allow

@@ -256,12 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _attach(chosen, cfg, args.workers)
     if args.json:
         raise UserError("--json: expected --check-only with it, found none")
+    announce(f"prepare: {cfg.data.manifest_path} is read; the volumes go into {cfg.data.store}")
     # ---- who is in: the manifest's records; splits of our own stay as they were, so nobody changes sides
     start = time.perf_counter()
     options, root = cfg.data.storage_options, cfg.data.gcs_root
     writer = StoreWriter(cfg.data.store, options)
     listing = keep_splits(read_records(cfg), writer)
-    announce(f"prepare: {cfg.data.manifest_path} is read; the volumes go into {cfg.data.store}")
     records = [record_fields(r) for r in listing.records]
     # ---- the store: made or checked before records get rows, since a row is a place in its array
     synthetic = storage.exists(storage.join(root, "synthetic.json"), options)

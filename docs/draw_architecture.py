@@ -22,7 +22,7 @@ BOXES = (
     ("pretraining", "train: step, schedules,\ngauges, probes, alarms", "train", 4, 1),
     ("utils.runtime", "CPU, GPU, torchrun,\nPyTorch/XLA", "train", 4, 2),
     ("run directory", "checkpoints, metrics,\nreport, dashboards", "file", 5, 1),
-    ("finetuning", "train, evaluate, embed,\npredict, leaderboard", "use", 6, 1),
+    ("finetuning", "train, evaluate, embed,\npredict, compare", "use", 6, 1),
 )
 ARROWS = (
     ("any files", "data_setup"),

@@ -23,7 +23,8 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from utils.cli import add_image_arguments, parse_words, run_cli
+from finetuning.cohort.labels import check_table
+from utils.cli import add_image_arguments, announce, parse_words, require_there, run_cli
 from utils.errors import UserError
 from utils.log import setup_logging
 
@@ -63,6 +64,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the leaderboard of a command line and print it."""
     args = parse(argv)
+    require_there("--checkpoints", *args.checkpoints)
+    require_there("--control", args.control)
+    check_table(args.config, args.overrides)
+    announce(f"finetuning.compare: {args.config}; the libraries load, which takes seconds")
     setup_logging()
     # here: torch and scikit-learn take seconds to import, and a wrong command line is refused without them
     from finetuning.board.leaderboard import Words, leaderboard

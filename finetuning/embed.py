@@ -21,7 +21,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from utils.cli import run_cli
+from utils.cli import announce, require_there, run_cli
+from utils.config.load import storage_options_of
 from utils.help_pages import PeopleParser
 
 
@@ -42,6 +43,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Embed what the command line says; returns the exit code."""
     args = parse(argv)
+    require_there("--checkpoint", args.checkpoint)
+    storage_options_of(args.overrides)  # refuses words that are no section.key=value
+    announce(f"finetuning.embed: {args.checkpoint}; the libraries load, which takes seconds")
     # here: torch takes seconds to import, and a reader process imports this module without it
     from finetuning.embedding.run import embed
     from finetuning.embedding.scans import Places

@@ -38,7 +38,7 @@ import shlex
 from collections.abc import Sequence
 
 from finetuning.cohort.labels import check_table
-from utils.cli import add_image_arguments, announce, parse_words, run_cli
+from utils.cli import add_image_arguments, announce, parse_words, require_there, run_cli
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import DENSE_KINDS
 from utils.errors import EXIT_STOPPED, UserError
@@ -122,6 +122,7 @@ def _refuse_image(asked: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     asked = parse(argv)
+    require_there("--head", asked.head)
     if asked.config:
         check_table(asked.config, asked.overrides)
     announce(f"finetuning.evaluate: {asked.config or asked.head}; the libraries load, which takes seconds")

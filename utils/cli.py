@@ -95,6 +95,13 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def require_there(option: str, *paths: str | None) -> None:
+    """Raise UserError for a path of this machine that leads nowhere, before torch is imported."""
+    for path in paths:
+        if path is not None and "://" not in path and not os.path.exists(path):
+            raise UserError(f"{option} {path}: expected a file or the folder of a run, found no such file")
+
+
 def output_file(text: str) -> Path:
     """For argparse: a file that will be written after long work, so its folder must be there now."""
     path = Path(text)

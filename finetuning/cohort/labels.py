@@ -87,11 +87,7 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     table, header, id_column = read_table(url, cfg.data.storage_options, columns, ids)
     for column in columns:
         refuse_dates(url, column, [row[column] for row in table.values()])
-    side_column = next((name for name in SIDE_COLUMNS if name in header), None)
-    if task.unit == "eye" and side_column is None:
-        raise UserError(
-            f"{url}: task.unit=eye: expected a column {' or '.join(SIDE_COLUMNS)}, found {', '.join(header)}"
-        )
+    side_column = _side_column(url, task, header)
     unit_of_id, known = _store_ids(index, task.unit), {*index["person_id"], *index["path"]}
     values: dict[str, Value] = {}
     first_lines: dict[str, int] = {}  # class -> where it stands
@@ -123,6 +119,16 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     return Labels(columns if classes is None else classes, target, tuple(sorted(unmatched)))
 
 
+def _side_column(url: str, task: TaskConfig, header: Sequence[str]) -> str | None:
+    """The column of the table that says which eye; raises UserError where the task needs one."""
+    column = next((name for name in SIDE_COLUMNS if name in header), None)
+    if task.unit == "eye" and column is None:
+        raise UserError(
+            f"{url}: task.unit=eye: expected a column {' or '.join(SIDE_COLUMNS)}, found {', '.join(header)}"
+        )
+    return column
+
+
 def label_columns(task: TaskConfig) -> tuple[str, ...]:
     """The columns of the table that a kind of task reads."""
     if task.kind == "multilabel":
@@ -142,7 +148,8 @@ def check_table(config: str, overrides: Sequence[str]) -> None:
         return
     usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
     ids = (task.id_column,) if task.id_column else usual_ids
-    read_table(url, storage_options_of(overrides), label_columns(task), ids)
+    _, header, _ = read_table(url, storage_options_of(overrides), label_columns(task), ids)
+    _side_column(url, task, header)
 
 
 def refuse_name(url: str, column: str) -> None:

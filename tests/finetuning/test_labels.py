@@ -69,6 +69,7 @@ def problem_of(folder: Path, text: str, *overrides: str) -> str:
         ("person_id,grade\n1001,1\n", ["task.label_column=stage"], "expected a column stage"),
         ("who,grade\n1001,1\n", ["task.label_column=grade"], "expected a column person_id"),
         ("who,grade\n1001,1\n", ["task.label_column=grade", "task.id_column=who"], None),
+        ("person_id,grade\n1001,1\n", ["task.label_column=grade", "task.unit=eye"], "column laterality"),
         ("nothing", ["task.kind=layers"], None),  # its labels are in the store
     ],
 )

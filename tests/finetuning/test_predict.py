@@ -231,4 +231,4 @@ def test_options_that_a_head_does_not_have(
 ) -> None:
     monkeypatch.setattr(run_module, "head_kind", lambda *_: kind)
     with pytest.raises(UserError, match=message):
-        main(["--checkpoint", "h.pt", "--rows", "all", "--out", str(tmp_path), *words])
+        main(["--checkpoint", str(tmp_path), "--rows", "all", "--out", str(tmp_path), *words])

@@ -56,8 +56,8 @@ NUMBERS = (  # of results.json's pretraining -> words
     ("rankme_last", "RankMe, last"),
     ("volumes_per_s", "volumes per second"),
     ("mfu", "model FLOPs utilisation"),
-    ("validation_fraction", "time for validation"),
-    ("gauges_fraction", "work for gauges"),
+    ("validation_fraction", "share of time: validation"),
+    ("gauges_fraction", "share of work: gauges"),
 )
 
 

@@ -1,0 +1,60 @@
+"""The first line of a command says what it is about to do, before torch takes seconds to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None  # to import it is an error
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+FIRST_LINES = {  # command and words -> how its first line begins
+    "data_setup.index no/folder": "index: files below no/folder",
+    "data_setup.prepare --config configs/smoke_test.yaml data.gcs_root=no/tree": "prepare: no/tree/",
+    "pretraining.train --config configs/smoke_test.yaml": "pretraining.train: configs/smoke_test.yaml;",
+    "finetuning.train --config configs/layers.yaml model.checkpoint=no/run": "finetuning.train: configs/",
+    "finetuning.evaluate --head configs": "finetuning.evaluate: configs;",
+    "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs": "finetuning.compare: ",
+    "finetuning.predict --checkpoint configs --files no/scan --out no/out": "finetuning.predict: configs;",
+    "finetuning.embed --checkpoint configs --store no/store --out no/out": "finetuning.embed: configs;",
+}
+TABLE = "task.labels_path=no/table.csv"
+REFUSED = {  # command and words -> what the one line says
+    f"finetuning.train --config configs/cls_linear_probe.yaml {TABLE}": "no/table.csv",
+    f"finetuning.evaluate --config configs/cls_linear_probe.yaml {TABLE}": "no/table.csv",
+    f"finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints docs {TABLE}": "no/table.csv",
+    "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints a --columns b": "--columns",
+    "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs no/run": "no/run",
+    "finetuning.evaluate --head no/run": "no/run",
+    "finetuning.predict --checkpoint no/run --out b --rows all": "no/run",
+    "finetuning.predict --checkpoint configs --out b --rows all data.workers": "data.workers",
+    "finetuning.embed --checkpoint no/run --out b --store c": "no/run",
+    "finetuning.embed --checkpoint configs --out b --store c data.workers": "data.workers",
+    "pretraining.train --config configs/smoke_test.yaml optim.base_lrr=1": "optim.base_lrr",
+}
+
+
+def run(line: str) -> subprocess.CompletedProcess[str]:
+    """A command where torch cannot be imported."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, *line.split()]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("line", FIRST_LINES)
+def test_a_command_first_says_what_it_is_about_to_do(line: str) -> None:
+    done = run(line)
+    assert done.stdout.startswith(FIRST_LINES[line]), done.stderr
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_words_and_tables_are_refused_before_torch(line: str) -> None:
+    done = run(line)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert REFUSED[line] in done.stderr

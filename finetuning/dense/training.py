@@ -227,7 +227,7 @@ def train_arm(
     volumes. `encoder`: in the place of that of the arm's name. With `keeper` it is saved, and goes on where
     it was. Raises UserError, and StopRequested.
     """
-    cfg, entered = source.cfg, time.process_time()
+    cfg = source.cfg
     if encoder is None:
         encoder = encoder_of(name, cfg, source.state, source.url, _mean_of(name, source, volumes, runtime))
     module: Any = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
@@ -238,14 +238,18 @@ def train_arm(
     result = Trained() if state is None else Trained.of_state(state["trained"], module, decoder, where)
     if result.is_over:
         return result
-    planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
+    tokens = _token_source(encoder, cfg, volumes, runtime)
+    planes = objective.planes(cfg, tokens, volumes, runtime.device)
     moving = Moving.of(cfg, module, decoder)
     if state is not None:
         moving.load(state["moving"])
     if keeper is not None:
         keeper.enter(name, lambda: {"moving": moving.state_dict(), "trained": result.state_dict(cfg)})
-    clock = entered - (result.history[-1]["processor_seconds"] if result.history else 0.0)
-    start, prefix = time.perf_counter(), "" if name == PRETRAINED else f"{name}/"
+    # the encoder's pass over the volumes counts, whenever it was made: another fold may have made it
+    spent = tokens.seconds(_learnt_from(volumes)) if isinstance(tokens, KeptFeatures) else 0.0
+    spent = result.history[-1]["processor_seconds"] if result.history else spent
+    start, clock = time.perf_counter(), time.process_time() - spent
+    prefix = "" if name == PRETRAINED else f"{name}/"
     # ---- loop: update, log, validate, save
     units, epochs = batches_of(cfg, volumes)
     calendar = epochs.calendar
@@ -367,6 +371,11 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
     return {f"{prefix}{key}": value for key, value in values.items()}
 
 
+def _learnt_from(volumes: DenseVolumes) -> np.ndarray:
+    """The rows of training and validation."""
+    return np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)]))
+
+
 def _token_source(
     encoder: Encoder | KeptFeatures,
     cfg: Config,
@@ -384,7 +393,7 @@ def _token_source(
             if isinstance(encoder, KeptFeatures)
             else KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
         )
-        kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
+        kept.keep_tokens(_learnt_from(volumes))
         return kept
     encoder.to(runtime.device)
     if cfg.train.activation_checkpointing:

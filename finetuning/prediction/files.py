@@ -158,17 +158,17 @@ class Files:
             self._write_classes(labels, asked, scan, place)
             return {"file": place, "classes": sizes(labels, self.classes, scan.header.spacing_mm)}
         rows = surfaces_of_scan(outputs, scan)
+        in_file = scan.header.to_file_order(rows, 1)
         if form == HEIGHTMAP:
-            in_file = scan.header.to_file_order(rows, 1)
             version = head.checksum[:DIGITS]
             write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
         elif form == NPZ:
-            names = np.array(head.names)
-            write_npz({"surfaces": scan.header.to_file_order(rows, 1), "names": names}, place, options)
+            write_npz({"surfaces": in_file, "names": np.array(head.names)}, place, options)
         else:
             self._write_classes(between(rows, scan.header.shape[1]), asked, scan, place)
         fields = scan.fields | asked.facts(scan.header) | {"path": asked.record.path}
-        return {"file": place, "surfaces": list(head.names)} | measured(rows, head.names, fields, self.foveas)
+        sizes_um = measured(in_file, head.names, scan.header, fields, self.foveas)
+        return {"file": place, "surfaces": list(head.names)} | sizes_um
 
     def _write_classes(self, labels: np.ndarray, asked: Scan, scan: WholeScan, place: str) -> None:
         """Classes in the order of the reader's frames as a file."""

@@ -49,7 +49,7 @@ from utils.terminal import say, track
 MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 SEGMENTATION = "segmentation"  # of task.kind
 FORMATS = dict.fromkeys(("nifti", NPZ, "png", "seg"), (SEGMENTATION, LAYERS)) | {HEIGHTMAP: (LAYERS,)}
-SCHEMA_VERSION = 2  # of a line; 1: those without this field
+SCHEMA_VERSION = 3  # of a line; of 2 the arrays and the fovea lie as the reader turns the file
 DPI = 100
 PREDICTING = Work("finetuning.predict into this folder", "another --out")
 Predictor = LabelPredictor | DensePredictor

@@ -9,10 +9,12 @@ import os
 import re
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pandas as pd
 import pytest
@@ -22,7 +24,7 @@ from data_setup.attach.grid import lay_on_grid, lay_on_scan
 from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import StoredHeights
 from data_setup.loader import evaluation_batches
-from data_setup.manifest import read_records
+from data_setup.manifest import read_records, unknown_record
 from data_setup.normalisation import plain_view
 from data_setup.readers.heights import DEPTH_OF_LABEL, read_stated_heights
 from data_setup.readers.labels import read_label_surfaces, read_label_volume
@@ -50,6 +52,8 @@ from finetuning.dense.on_scan import OnScan
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from finetuning.prediction.files import between
+from models.vit3d import VisionTransformer3D
+from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
 from tests.support.line_fields import documented
@@ -801,6 +805,81 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
     assert line["etdrs_um"] is None or set(line["etdrs_um"]["retina"]) == set(SECTORS)
     assert set(line) == documented("surfaces")
     assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_encoders_pass_counts_whoever_made_it(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A U-Net has as much time beside a head whose tokens another fold has kept."""
+    clock, seconds = [0.0], []
+    forward, step = VisionTransformer3D.forward, training.train_step
+
+    def slow_forward(self: VisionTransformer3D, view: torch.Tensor, *more: Any) -> Any:
+        clock[0] += 100 * len(view)
+        return forward(self, view, *more)
+
+    def slow_step(*parts: Any) -> float:
+        clock[0] += 1
+        return step(*parts)
+
+    monkeypatch.setattr(time, "process_time", lambda: clock[0])
+    monkeypatch.setattr(VisionTransformer3D, "forward", slow_forward)
+    monkeypatch.setattr(training, "train_step", slow_step)
+    for run in (tmp_path / "first", tmp_path / "second"):
+        changes = overrides(world, run, "train.max_steps=4", "finetune.against_random=false")
+        assert train_command.main(["--config", str(CONFIG), *changes]) == 0
+        facts = load_checkpoint(str(run / "checkpoints" / "head.pt"))["validation"][PRETRAINED]
+        seconds.append(facts["history"][-1]["processor_seconds"])
+    volumes = volumes_of(world)
+    num_volumes = len(volumes.of(TRAIN)) + len(volumes.of(VAL))
+    assert seconds == [pytest.approx(100 * num_volumes + 4)] * 2
+
+
+@pytest.mark.parametrize("kind", ["dicom", "nifti"])
+def test_arrays_and_the_fovea_lie_as_the_file_does(
+    world: Path, trained: Path, tmp_path: Path, kind: str
+) -> None:
+    """A scan in two files, whose frames or axes the reader brings into one order: each A-scan has the same
+    surfaces, and the same fovea is given and found.
+    """
+    path = next((world / "tree" / "retinal_oct").rglob("*.dcm"))
+    header, frames = open_record(unknown_record(str(path)), StorageOptions())
+    (depth, height, width), step = header.shape, 1 if kind == "dicom" else -1
+    order, files = list(range(depth)), [path, tmp_path / "turned" / path.name]
+    if kind == "dicom":
+        order = interleaved(*files)
+    else:
+        files = [tmp_path / "a.nii", tmp_path / "b.nii"]
+        turned, voxels_WHD = np.diag([-1.0, -1, 1, 1]), np.stack(list(frames)).transpose(2, 1, 0)
+        turned[:2, 3] = width - 1, height - 1
+        affine = np.diag([-mm for mm in header.spacing_mm[::-1]] + [1.0])
+        pairs = (voxels_WHD, affine), (voxels_WHD[::-1, ::-1], affine @ turned)
+        for file, pair in zip(files, pairs, strict=True):
+            image = nib.Nifti1Image(*pair)
+            image.header.set_xyzt_units("mm")
+            nib.save(image, file)
+            file.with_suffix(".yaml").write_text("laterality: R\nprotocol: macula\n")
+    lines, rows_SDW = [], []
+    for number, (file, fovea) in enumerate([(files[0], "5,3"), (files[1], f"{order.index(5)},{3 * step}")]):
+        fovea = fovea.replace("-3", str(width - 4))
+        for name, more in (("given", ["--fovea", fovea]), ("found", [])):
+            out = tmp_path / f"{number}{name}"
+            words = ["--checkpoint", str(trained), "--out", str(out), "data.workers=0", *more]
+            assert predict_command.main([*words, "--files", str(file)]) == 0
+            lines.append(json.loads((out / "predictions.jsonl").read_text()))
+        assert lines[-2]["fovea"] == [float(place) for place in fovea.split(",")]
+        with np.load(out / lines[-1]["arrays"]) as arrays:
+            rows_SDW.append(arrays["rows"])
+    first, second = rows_SDW
+    expected = first[:, order] if step > 0 else height - 1 - first[..., ::-1]
+    np.testing.assert_allclose(second, expected, atol=1e-3)
+    assert not np.array_equal(first, expected)  # so the order shows
+    for name in ("etdrs_um", "thickness_um"):
+        assert [lines[n][name] for n in (2, 3)] == [lines[n][name] for n in (0, 1)]
+    assert lines[0]["etdrs_um"] != lines[1]["etdrs_um"]
+    (down, across), place = lines[1]["fovea"], lines[3]["fovea"]
+    assert order[round(place[0])] == round(down)
+    assert place[1] == pytest.approx(across if step > 0 else width - 1 - across, abs=0.02)
 
 
 @pytest.mark.parametrize("is_flipped", [False, True])

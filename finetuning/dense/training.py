@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
@@ -37,15 +36,16 @@ from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.moves import Moves
+from finetuning.dense.moving import Encoder, Moving
 from finetuning.dense.resume import Keeper
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
 from finetuning.heads.epochs import Best, Epochs
 from finetuning.heads.head_file import write_head
-from finetuning.heads.tuned import is_read, layer_groups
+from finetuning.heads.tuned import is_read
 from models.optimizer import warmup_cosine
-from models.vit3d import VisionTransformer3D, recompute_block
+from models.vit3d import recompute_block
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.run.folder import held_run
@@ -54,8 +54,6 @@ from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
 MOST_VALIDATIONS = 40  # of an arm
-LONGEST_AVERAGE = 0.99  # of the weights that are judged: the share of what was before
-Encoder = VisionTransformer3D | LocalTokens
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
 
@@ -283,66 +281,6 @@ def train_arm(
     if keeper is not None:
         keeper.leave(name, result.state_dict(cfg))
     return result
-
-
-@dataclass
-class Moving:
-    """What an update moves. With a frozen encoder a running mean of the decoder's weights is judged."""
-
-    encoder: Encoder
-    decoder: nn.Module
-    optimizer: torch.optim.AdamW
-    average: AveragedModel | None
-    is_trained: bool  # the encoder
-
-    @classmethod
-    def of(cls, cfg: Config, encoder: Encoder, decoder: nn.Module) -> Moving:
-        """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that
-        is trained, have the full rate.
-        """
-        is_trained, optim = cfg.finetune.encoder == "trained", cfg.optim
-        body = encoder if is_trained and isinstance(encoder, VisionTransformer3D) else None
-        groups = layer_groups(body, decoder, optim.weight_decay, cfg.finetune.layer_decay)
-        optimizer = torch.optim.AdamW(groups, lr=optim.base_lr, betas=optim.betas, eps=optim.eps)
-        has_mean = cfg.head.kind == UNETR and not is_trained
-        average = AveragedModel(decoder, avg_fn=_averaged) if has_mean else None
-        return cls(encoder, decoder, optimizer, average, is_trained)
-
-    @property
-    def judged(self) -> nn.Module:
-        return self.decoder if self.average is None else self.average.module
-
-    def copies(self) -> tuple[nn.Module, nn.Module]:
-        """Encoder and decoder as they are now."""
-        return copy.deepcopy(self.encoder) if self.is_trained else self.encoder, copy.deepcopy(self.judged)
-
-    def parts(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
-        values = {"decoder": self.decoder, "optimizer": self.optimizer, "average": self.average}
-        values |= {"encoder": self.encoder if self.is_trained else None}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value.state_dict() for name, value in self.parts().items()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        for name, value in self.parts().items():
-            value.load_state_dict(state[name])
-
-    def update(self, rate: float, clip: float) -> None:
-        """Move by the gradients."""
-        moved = [p for group in self.optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(moved, clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["rate_share"]
-        self.optimizer.step()
-        if self.average is not None:
-            self.average.update_parameters(self.decoder)
-
-
-def _averaged(average: Tensor, value: Tensor, count: Tensor | int) -> Tensor:
-    """Weights averaged over the last updates: over all of them at first, over about a hundred later."""
-    return torch.lerp(value, average, min(LONGEST_AVERAGE, float(count / (count + 10))))
 
 
 def _mean_of(name: str, source: Source, volumes: DenseVolumes, runtime: Runtime) -> Tensor | None:

@@ -18,7 +18,7 @@ from data_setup.attach.grid import lay_on_scan, means_on_scan
 from data_setup.normalisation import plain_view
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
-from finetuning.dense.layers.volumes import OUTER, RETINA
+from finetuning.dense.layers.volumes import RETINA, layers_of
 from finetuning.dense.translation.kind import draw_slabs
 from finetuning.dense.whole import decode
 from finetuning.embedding.stream import batch_of, tokens_of
@@ -147,8 +147,7 @@ class SurfacePredictor(DensePredictor):
         else:
             lines.append(f"No ETDRS table: {line['etdrs_message']}.")
         lines.append(distance_text(line["feature_distance_percentile"]))
-        outer = next((name for name in OUTER if name in names), names[-1])
-        first = names.index("ILM") if "ILM" in names else 0
+        upper, lower = layers_of(names).get(RETINA, (0, len(names) - 1))
         return Page(
             title=short_name(fields["path"]),
             lines=lines,
@@ -160,6 +159,6 @@ class SurfacePredictor(DensePredictor):
             spacing_mm=spacing,
             valid_box=volume.valid_box.astype(int).tolist(),
             surfaces=dict(zip(names, heights, strict=True)),
-            thickness_um=(heights[names.index(outer)] - heights[first]) * spacing[1] * 1000,
+            thickness_um=(heights[lower] - heights[upper]) * spacing[1] * 1000,
             has_answer=not is_far(line["feature_distance_percentile"]),
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from data_setup.readers.dicom import OCTHeader
 from data_setup.tables.text import read_table
 from finetuning.dense.layers.etdrs import etdrs_tables, locate
-from finetuning.dense.layers.volumes import OUTER, RETINA
+from finetuning.dense.layers.volumes import layers_of
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
@@ -86,18 +85,6 @@ def _turned(place: Place, header: OCTHeader, order: Sequence[int] | None) -> Pla
     return down, across if header.steps_hw[1] > 0 else header.shape[2] - 1 - across
 
 
-def thickness_maps(um_SDW: np.ndarray, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Layer -> um [D, W]: between neighbouring surfaces, and of the retina where its borders are here."""
-    maps = {
-        f"{upper} to {lower}": um_SDW[below] - um_SDW[above]
-        for (above, upper), (below, lower) in pairwise(enumerate(names))
-    }
-    outer = next((name for name in OUTER if name in names), None)
-    if "ILM" in names and outer is not None:
-        maps[RETINA] = um_SDW[list(names).index(outer)] - um_SDW[list(names).index("ILM")]
-    return maps
-
-
 def measured(
     rows_SDW: np.ndarray,
     names: Sequence[str],
@@ -107,7 +94,7 @@ def measured(
 ) -> dict[str, Any]:
     """thickness_um, etdrs_um, etdrs_message, fovea and fovea_source of a line."""
     um = header.from_file_order(rows_SDW, 1).astype(float) * float(fields["spacing_before_h"]) * 1000
-    maps = thickness_maps(um, names)
+    maps = {name: um[lower] - um[upper] for name, (upper, lower) in layers_of(names).items()}
     line: dict[str, Any] = {"thickness_um": {name: mean_or_none(values) for name, values in maps.items()}}
     line |= {"etdrs_um": None, "etdrs_message": None, "fovea": None, "fovea_source": None}
     spacing = float(fields["spacing_before_d"]), float(fields["spacing_before_w"])

@@ -161,19 +161,19 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
 
 
 def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Path) -> None:
-    """Of every row of the store, each with the surfaces of the head."""
-    words = ["--rows", "all", "--format", "heightmap", "--out", str(tmp_path)]
+    """Of every scan of the store, each with the surfaces of the head."""
+    words = ["--files", str(world / "tree"), "--format", "heightmap", "--out", str(tmp_path)]
     assert predict_command.main(["--checkpoint", str(trained), *words]) == 0
     lines = [json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines()]
     kept = PreparedStore.open(config(world).data.store).index.query("status == 'kept'")
-    assert [line["path"] for line in lines] == kept.path.tolist()
+    assert [line["path"] for line in lines] == [str(world / "tree" / path) for path in kept.path]
     assert all(Path(line["file"]).is_file() for line in lines)
     assert set(lines[0]) - {"anonymous"} == documented("files", "layers")
-    row, shape = str(kept.index[0]), tuple(int(kept.iloc[0][f"shape_before_{a}"]) for a in "dhw")
+    path, shape = lines[0]["path"], tuple(int(kept.iloc[0][f"shape_before_{a}"]) for a in "dhw")
     surfaces = read_stated_heights(lines[0]["file"]).values
     for form in ("npz", "nifti"):  # the same surfaces, and the layers between them
         out = tmp_path / form
-        words = ["--checkpoint", str(trained), "--rows", row, "--format", form, "--out", str(out)]
+        words = ["--checkpoint", str(trained), "--files", path, "--format", form, "--out", str(out)]
         assert predict_command.main(words) == 0
         line = json.loads((out / "segments.jsonl").read_text())
         assert line["thickness_um"] == pytest.approx(lines[0]["thickness_um"], rel=1e-5)
@@ -430,11 +430,10 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     row = int(index.index[index.device == "zeiss_cirrus"][0])
     is_marked = ~np.isnan(volumes.read(row)).all(axis=(1, 2))
     assert [n for n, marked in zip(volumes.names, is_marked, strict=True) if marked] == ["ILM", "RPE"]
-    assert volumes.layers(row) == {"ILM to RPE": (0, 8)}
-    assert volumes.retina(row) == (0, 8)
+    assert volumes.layers(row) == {"ILM to RPE": (0, 8), "retina": (0, 8)}
     other = int(index.index[index.device == "topcon_triton"][0])
     assert "OPL to ELM" in volumes.layers(other)
-    assert volumes.retina(other) == (0, 9)
+    assert volumes.layers(other)["retina"] == (0, 9)
     people = [set(volumes.people(fold)) for fold in (TRAIN, VAL, EVALUATED)]
     assert not people[0] & people[1]
     assert not people[0] & people[2]

@@ -18,11 +18,12 @@ from data_setup.readers.dicom import OCTHeader
 from data_setup.resample import NEAREST
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import by_eye
+from finetuning.dense.layers.volumes import layers_of
 from finetuning.embedding.scans import Places, Scan, find_scans, version_of
 from finetuning.embedding.volumes import Reject, ScanFile, Volume
 from finetuning.prediction.agreement import bland_altman, write_agreement
 from finetuning.prediction.cautions import NO_ANSWER
-from finetuning.prediction.files import between, layers_between, sizes
+from finetuning.prediction.files import between, sizes
 from finetuning.prediction.labels import decided
 from finetuning.prediction.study import write_study
 from finetuning.prediction.thickness import NOT_GIVEN, measured, read_foveas
@@ -365,7 +366,7 @@ def test_layers_between_surfaces_are_classes() -> None:
     rows = np.array([[[1.0, 0.5]], [[2.5, 3.0]], [[4.0, np.nan]]], np.float32)
     labels = between(rows, 6)
     assert labels[0].T.tolist() == [[0, 1, 1, 2, 0, 0], [0, 1, 1, 0, 0, 0]]
-    assert layers_between(SURFACES) == ["ILM to IPL", "IPL to BM"]
+    assert [*layers_of(SURFACES)] == ["ILM to IPL", "IPL to BM", "retina"]
 
 
 def test_lesions_are_parts_that_do_not_touch() -> None:

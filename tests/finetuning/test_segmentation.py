@@ -109,7 +109,8 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     """The mask of the scan, laid on the store's grid again, is what the decoder says of the stored volume."""
     volumes = volumes_of(world, CLASSES)
     row = int(volumes.of(EVALUATED)[0])
-    changes = ["--checkpoint", str(trained), "--rows", str(row), "--format", "nifti", "--out", str(tmp_path)]
+    path = str(world / "tree" / volumes.store.index.path[row])
+    changes = ["--checkpoint", str(trained), "--files", path, "--format", "nifti", "--out", str(tmp_path)]
     assert predict_command.main(changes) == 0
     line = json.loads((tmp_path / "segments.jsonl").read_text())
     record = volumes.store.index.loc[row]

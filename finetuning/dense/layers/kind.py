@@ -134,17 +134,17 @@ def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) ->
         for place in volumes.marked(row)
     ]
     for name, pair in volumes.layers(row).items():
-        dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
-        lines.append({"what": LAYER, "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
+        if name != RETINA:
+            dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
+            lines.append({"what": LAYER, "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
     return lines
 
 
 def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line]:
     """ETDRS lines of a volume, one a layer and one for the whole retina; else one that says why not."""
     record, (d_mm, h_mm, w_mm) = volumes.store.index.loc[row], volumes.spacing_mm(row)
-    retina = volumes.retina(row)
-    pairs = volumes.layers(row) | ({} if retina is None else {RETINA: retina})
-    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
+    pairs = volumes.layers(row).items()
+    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs}
     facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     try:
         tables = etdrs_tables(um, record, (d_mm, w_mm))

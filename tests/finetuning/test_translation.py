@@ -28,6 +28,7 @@ from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
 from finetuning.dense.translation.kind import TRANSLATION, l1, measure, ssim
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
+from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
 from tests.support.heights_factory import config, dense_overrides
@@ -280,3 +281,8 @@ def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_pa
         assert np.nanmin(slab) >= 0
         assert np.nanmax(slab) <= 1
     assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
+    order = interleaved(path, other := tmp_path / "turned" / path.name)
+    assert predict_command.main([*words[:2], "--out", str(tmp_path / "b"), *words[4:6], str(other)]) == 0
+    second = json.loads((tmp_path / "b" / "predictions.jsonl").read_text())
+    with np.load(tmp_path / "b" / second["arrays"]) as arrays:
+        np.testing.assert_array_equal(arrays["slabs"], slabs[:, order])

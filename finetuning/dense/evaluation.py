@@ -236,9 +236,8 @@ def _tables(kind: Kind[Any], content: Content) -> Iterator[Table]:
     least = f"{people} people can give no p below {smallest_p(people):.3g}." if people < EXACT_BELOW else ""
     rows = []
     for arm, entry in content["against"].items():
-        cells = [*two_cells(entry, f"+{form}"), f"{entry['better']} of {entry['people']}"]
-        rows.append([label(arm), *cells, number(entry.get("p"), ".3g")])
-        rows[-1].append(number(entry.get("could_have_shown"), form))
+        rows.append([label(arm), *two_cells(entry, f"+{form}"), f"{entry['better']} of {entry['people']}"])
+        rows[-1] += [number(entry.get("p"), ".3g"), number(entry.get("could_have_shown"), form)]
     header = ["against", "gained", "95 % interval", "better in", "exact p", "could have shown"]
     if rows:
         yield Table(f"What the head gains, {kind.gain[1]}", header, rows, least)
@@ -246,14 +245,9 @@ def _tables(kind: Kind[Any], content: Content) -> Iterator[Table]:
         rows = [[p, *(number(of[arm], form) for arm in arms)] for p, of in content["by_person"].items()]
         yield Table(f"Each person, {title}", ["", *map(label, arms)], rows)
     for column, (title, form) in kind.columns.items():
-        names = dict.fromkeys(name for of_arm in content["by_name"].values() for name in of_arm)
-        cells = {
-            name: [content["by_name"].get(arm, {}).get(name, {}).get(column) for arm in arms]
-            for name in names
-        }
-        rows = [
-            [name, *(estimate(cell, form) for cell in of_name)]
-            for name, of_name in cells.items()
-            if any(cell and cell["value"] is not None for cell in of_name)
-        ]
+        rows = []
+        for name in dict.fromkeys(name for of_arm in content["by_name"].values() for name in of_arm):
+            cells = [content["by_name"].get(arm, {}).get(name, {}).get(column) for arm in arms]
+            if any(cell and cell["value"] is not None for cell in cells):
+                rows.append([name, *(estimate(cell, form) for cell in cells)])
         yield Table(title, ["", *map(label, arms)], rows)

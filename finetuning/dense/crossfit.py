@@ -35,6 +35,8 @@ from finetuning.dense.kind import Kind, Volumes
 from finetuning.dense.on_scan import OnScan
 from finetuning.dense.resume import volumes_checksum
 from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
+from finetuning.dense.training import learnt_from
+from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
 from utils import storage
@@ -88,8 +90,7 @@ class Fold(Generic[Volumes]):
                 on_image_model, self.kind, self.source, self.volumes, self.runtime, self.image
             )
         if self.kind.name in CLASSES:
-            seconds = head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"]
-            seed = self.source.cfg.seed
+            seed, seconds = self.source.cfg.seed, self._seconds(head)
             makers[UNET] = partial(plain_unet, self.kind, seed, self.volumes, self.runtime, seconds)
         results = [self._kept("head", head), *(self._kept(name, head, makers[name]) for name in makers)]
         if (grader := second_grader(self.source.cfg, self.volumes)) is not None:
@@ -97,6 +98,18 @@ class Fold(Generic[Volumes]):
                 examine(self.kind, self.source.cfg, self.volumes, head, self.runtime, self.own, [grader])
             )
         return results
+
+    def _seconds(self, head: DenseHead) -> float:
+        """Of the processor, that the head's training took, and the frozen encoder's pass over its volumes,
+        whichever fold made that.
+        """
+        cfg = self.source.cfg
+        seconds = float(head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"])
+        if cfg.finetune.encoder != "frozen":
+            return seconds
+        encoder, folder = head.arms[0].encoder, features_folder(cfg)
+        kept = KeptFeatures(encoder, cfg, self.volumes.store, self.runtime, folder)
+        return seconds + kept.seconds(learnt_from(self.volumes))
 
     def _kept(self, name: str, head: DenseHead, make: Callable[[], Arm] | None = None) -> Examined[Volumes]:
         """Of the head, or of one that is made for it; read where it was measured before."""

@@ -236,17 +236,15 @@ def train_arm(
     result = Trained() if state is None else Trained.of_state(state["trained"], module, decoder, where)
     if result.is_over:
         return result
-    tokens = _token_source(encoder, cfg, volumes, runtime)
-    planes = objective.planes(cfg, tokens, volumes, runtime.device)
+    planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
     moving = Moving.of(cfg, module, decoder)
     if state is not None:
         moving.load(state["moving"])
     if keeper is not None:
         keeper.enter(name, lambda: {"moving": moving.state_dict(), "trained": result.state_dict(cfg)})
-    # the encoder's pass over the volumes counts, whenever it was made: another fold may have made it
-    spent = tokens.seconds(_learnt_from(volumes)) if isinstance(tokens, KeptFeatures) else 0.0
-    spent = result.history[-1]["processor_seconds"] if result.history else spent
-    start, clock = time.perf_counter(), time.process_time() - spent
+    # the pass of a frozen encoder is not among these: another run may have made it
+    clock = time.process_time() - (result.history[-1]["processor_seconds"] if result.history else 0.0)
+    start = time.perf_counter()
     prefix = "" if name == PRETRAINED else f"{name}/"
     # ---- loop: update, log, validate, save
     units, epochs = batches_of(cfg, volumes)
@@ -309,7 +307,7 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
     return {f"{prefix}{key}": value for key, value in values.items()}
 
 
-def _learnt_from(volumes: DenseVolumes) -> np.ndarray:
+def learnt_from(volumes: DenseVolumes) -> np.ndarray:
     """The rows of training and validation."""
     return np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)]))
 
@@ -331,7 +329,7 @@ def _token_source(
             if isinstance(encoder, KeptFeatures)
             else KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
         )
-        kept.keep_tokens(_learnt_from(volumes))
+        kept.keep_tokens(learnt_from(volumes))
         return kept
     encoder.to(runtime.device)
     if cfg.train.activation_checkpointing:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ from finetuning.dense.on_scan import OnScan
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from finetuning.prediction.files import between
-from models.vit3d import VisionTransformer3D
 from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
@@ -806,34 +804,6 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
     assert line["etdrs_um"] is None or set(line["etdrs_um"]["retina"]) == set(SECTORS)
     assert set(line) == documented("surfaces")
     assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_encoders_pass_counts_whoever_made_it(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A U-Net has as much time beside a head whose tokens another fold has kept."""
-    clock, seconds = [0.0], []
-    forward, step = VisionTransformer3D.forward, training.train_step
-
-    def slow_forward(self: VisionTransformer3D, view: torch.Tensor, *more: Any) -> Any:
-        clock[0] += 100 * len(view)
-        return forward(self, view, *more)
-
-    def slow_step(*parts: Any) -> float:
-        clock[0] += 1
-        return step(*parts)
-
-    monkeypatch.setattr(time, "process_time", lambda: clock[0])
-    monkeypatch.setattr(VisionTransformer3D, "forward", slow_forward)
-    monkeypatch.setattr(training, "train_step", slow_step)
-    for run in (tmp_path / "first", tmp_path / "second"):
-        changes = overrides(world, run, "train.max_steps=4", "finetune.against_random=false")
-        assert train_command.main(["--config", str(CONFIG), *changes]) == 0
-        facts = load_checkpoint(str(run / "checkpoints" / "head.pt"))["validation"][PRETRAINED]
-        seconds.append(facts["history"][-1]["processor_seconds"])
-    volumes = volumes_of(world)
-    num_volumes = len(volumes.of(TRAIN)) + len(volumes.of(VAL))
-    assert seconds == [pytest.approx(100 * num_volumes + 4)] * 2
 
 
 @pytest.mark.parametrize("kind", ["dicom", "nifti"])

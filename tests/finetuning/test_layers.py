@@ -154,7 +154,7 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
         picture, own = load_layers(path), lines[lines.row == int(path.stem.removeprefix("row_"))]
         error = boundary_error_um(picture.predicted, picture.truth, picture.spacing[1])
         expected = own.set_index("name").error_um.reindex(picture.names).to_numpy()
-        np.testing.assert_allclose(error, expected, rtol=0.3)
+        np.testing.assert_allclose(error, expected, rtol=0.1)
         assert picture.title.startswith(own.device.iloc[0])
 
 
@@ -292,9 +292,9 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     monkeypatch.setattr(Planes, "predict", shifted(world, offsets))
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
-    assert content["overall"][PRETRAINED]["value"] == pytest.approx(48, rel=0.03)
-    assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=0.03)
-    assert content["against"][RANDOM]["ci95"] == pytest.approx([48, 48], rel=0.03)
+    assert 48 < content["overall"][PRETRAINED]["value"] < 49.2  # three phantoms: 48.7, 49.0, 49.1
+    assert 96 < content["overall"][RANDOM]["value"] < 97.2
+    assert content["against"][RANDOM]["ci95"] == pytest.approx([48, 48], abs=0.05)
     people, start = content["n_participants"], "Pre-training against random initialisation: cannot say, "
     flips = f"because an exact test by sign flips gives p {2 ** (1 - people):.3g}"
     (verdict,) = (text for text in content["verdicts"] if text.startswith(f"{start}{flips}"))
@@ -308,12 +308,14 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     assert caution in layers_tables(content)[0].note
     lines = pd.read_parquet(tmp_path / "surfaces.parquet")
     of_arm = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
-    assert (of_arm.hd95_um <= 75).all()
+    assert of_arm.hd95_um.between(48, 70).all()  # 55 to 68
     # a shift changes no thickness: the sectors are the device's own, but for what the coarse grid flattens
     sectors = pd.read_csv(tmp_path / "etdrs.csv")
     assert set(SECTORS) < set(sectors.columns)
     assert sectors.centre.notna().any()
-    assert max(content["etdrs"][PRETRAINED].values()) < 6  # the device's holes and rim are filled
+    apart = content["etdrs"][PRETRAINED]  # the device's holes and rim are filled
+    assert apart.pop("retina") < 5.5
+    assert max(apart.values()) < 2.6
 
 
 def test_the_page_says_on_what_it_was_measured(
@@ -331,7 +333,7 @@ def test_the_page_says_on_what_it_was_measured(
     assert "**Measured on the grid of the store, against labels laid on it, not at the scans' own" in text
     assert str(place) in text
     for arm, part in own["overall"].items():
-        assert content["overall"][arm]["value"] == pytest.approx(part["value"], rel=0.3)
+        assert content["overall"][arm]["value"] == pytest.approx(part["value"], rel=0.03)
         assert content["overall"][arm]["value"] != part["value"]
 
 

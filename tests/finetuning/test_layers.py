@@ -849,7 +849,8 @@ def test_arrays_and_the_fovea_lie_as_the_file_does(
     assert not np.array_equal(first, expected)  # so the order shows
     for name in ("etdrs_um", "thickness_um"):
         for own, other in zip(lines[2:], lines[:2], strict=True):
-            np.testing.assert_allclose(*(pd.json_normalize(line[name]) for line in (own, other)), atol=0.01)
+            pair = (pd.json_normalize(line[name]).to_numpy(float) for line in (own, other))
+            np.testing.assert_allclose(*pair, atol=0.01)
     assert lines[0]["etdrs_um"] != lines[1]["etdrs_um"]
     (down, across), place = lines[1]["fovea"], lines[3]["fovea"]
     assert order[round(place[0])] == round(down)

@@ -108,14 +108,12 @@ def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
     """layers.json: the mean boundary error of every arm, and that of each surface."""
     arms = list(answer["overall"])
     rows = [["all surfaces", *(estimate(answer["overall"][arm], ".2f") for arm in arms)]]
-    by_name = answer.get("by_name") or answer["surfaces"]  # of a format before 4
     for name in answer["names"]:
-        found_by = [by_name.get(arm, {}).get(name) for arm in arms]
+        found_by = [(answer.get("by_name") or answer["surfaces"]).get(arm, {}).get(name) for arm in arms]
         rows.append([name, *(estimate(part and part["error_um"], ".2f") for part in found_by)])
     title = f"{answer['title']}: mean boundary error, um, {answer['n_volumes']} volumes"
     header = ["surface", *(arm.replace("_", " ") for arm in arms)]
-    verdicts = answer.get("verdicts") or [answer["verdict"]]
-    note = " ".join([*verdicts, *answer.get("cautions", [])])
+    note = " ".join([*(answer.get("verdicts") or [answer["verdict"]]), *answer.get("cautions", [])])
     return [Table(title, header, rows, note, bold=(0,))]
 
 

@@ -1,14 +1,13 @@
 """What a trained head says of scans: labels, surfaces, classes of voxels, or slabs of flow.
 
     python -m finetuning.predict --checkpoint runs/cls_linear_probe --files scans/ --out predictions
-    python -m finetuning.predict --checkpoint runs/segmentation --rows 0,5 --format nifti --out masks
+    python -m finetuning.predict --checkpoint runs/segmentation --files scans/ --out masks
     python -m finetuning.predict --checkpoint runs/segmentation --files scans/eye.dcm --format seg --out masks
-    python -m finetuning.predict --checkpoint runs/layers --rows all --format heightmap --out surfaces
+    python -m finetuning.predict --checkpoint runs/layers --files scans/ --format heightmap --out surfaces
 
 In: a head of finetuning.train (head.pt or its run's folder) and scans: files and folders of any kind, found
 as data_setup.index finds them and read as data_setup.prepare reads them, with the manifest and the YAML
-beside them (--dicom: of a folder only the DICOM files); with a format also rows of the head's store, whose
-files are read again. Out, below DIR:
+beside them (--dicom: of a folder only the DICOM files). Out, below DIR:
 
 Without a format predictions.jsonl, a line per scan: probabilities and the predicted class, or surfaces or
 slabs in the scan's own B-scans and A-scans; digests of head, encoder and voxels, the code's commit, warnings,
@@ -35,7 +34,7 @@ cannot be used is a line with its reason, and the exit code is 1. Overrides (dat
 model.checkpoint where the encoder moved) stand before --dicom and --files. A research model, not a medical
 device.
 
-Keys that matter: model.checkpoint, data.store, data.workers, train.use_bf16
+Keys that matter: model.checkpoint, data.workers, train.use_bf16
 """
 
 from __future__ import annotations
@@ -55,9 +54,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     scans = parser.add_mutually_exclusive_group(required=True)
     scans.add_argument("--files", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="scans of any kind")
     scans.add_argument("--dicom", nargs="+", metavar="FILE_OR_FOLDER", default=[], help="only DICOM files")
-    scans.add_argument(
-        "--rows", metavar="all|N,N", help="rows of the head's store (data.store), with --format"
-    )
     parser.add_argument(
         "--format", choices=("nifti", "npz", "png", "seg", "heightmap"), help="files in place of pictures"
     )
@@ -91,7 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     asked = Asked(
         Places(args.dicom, args.files),
-        args.rows,
         args.format,
         args.occlusion,
         args.anonymous,

@@ -107,7 +107,7 @@ def means_on_scan(
     values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Mapping[str, Any]
 ) -> np.ndarray:
     """Values of a stored volume [S, D, W] at the A-scans of its acquired scan, float64 [S, B-scans, A-scans],
-    with the scan's B-scans in the order of its file. NaN where no A-scan of the grid lies.
+    with the scan's B-scans as its reader gives them. NaN where no A-scan of the grid lies.
     """
     rules = {"d": rule_of(geometry), "w": BLENDED}
     weights = [scan_weights(*_axis(record, geometry, axis), rule) for axis, rule in rules.items()]

@@ -27,17 +27,18 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
 from finetuning.dense.decoder import reads_blocks
-from finetuning.dense.evaluation import Arm, answer, examine, markdown, open_originals
-from finetuning.dense.examined import HEAD, Examined
+from finetuning.dense.evaluation import Arm, answer, by_person, examine, markdown, open_originals
+from finetuning.dense.examined import Examined
 from finetuning.dense.folds import count_look, crossed
-from finetuning.dense.head import GRADER, IMAGE, LABELS, PRETRAINED, RANDOM, UNET, DenseHead
-from finetuning.dense.kind import Content, Kind, Volumes
+from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, UNET, DenseHead
+from finetuning.dense.kind import Kind, Volumes
 from finetuning.dense.on_scan import OnScan
 from finetuning.dense.resume import volumes_checksum
 from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
+from finetuning.dense.training import learnt_from
+from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
-from models.probes.intervals import EXACT_BELOW, smallest_p
 from utils import storage
 from utils.checkpoint import load_checkpoint
 from utils.config.load import flatten
@@ -46,9 +47,8 @@ from utils.errors import EXIT_FINISHED, ConfigError
 from utils.run.folder import check_run_dir
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, StopRequested
-from utils.tables import Table, interval, number
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ELSEWHERE = ("run.", "data.", "wandb.", "log.", "train.ckpt")  # keys that say where, not what
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,7 @@ class Fold(Generic[Volumes]):
                 on_image_model, self.kind, self.source, self.volumes, self.runtime, self.image
             )
         if self.kind.name in CLASSES:
-            seconds = head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"]
-            seed = self.source.cfg.seed
+            seed, seconds = self.source.cfg.seed, self._seconds(head)
             makers[UNET] = partial(plain_unet, self.kind, seed, self.volumes, self.runtime, seconds)
         results = [self._kept("head", head), *(self._kept(name, head, makers[name]) for name in makers)]
         if (grader := second_grader(self.source.cfg, self.volumes)) is not None:
@@ -99,6 +98,18 @@ class Fold(Generic[Volumes]):
                 examine(self.kind, self.source.cfg, self.volumes, head, self.runtime, self.own, [grader])
             )
         return results
+
+    def _seconds(self, head: DenseHead) -> float:
+        """Of the processor, that the head's training took, and the frozen encoder's pass over its volumes,
+        whichever fold made that.
+        """
+        cfg = self.source.cfg
+        seconds = float(head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"])
+        if cfg.finetune.encoder != "frozen":
+            return seconds
+        encoder, folder = head.arms[0].encoder, features_folder(cfg)
+        kept = KeptFeatures(encoder, cfg, self.volumes.store, self.runtime, folder)
+        return seconds + kept.seconds(learnt_from(self.volumes))
 
     def _kept(self, name: str, head: DenseHead, make: Callable[[], Arm] | None = None) -> Examined[Volumes]:
         """Of the head, or of one that is made for it; read where it was measured before."""
@@ -156,7 +167,7 @@ def crossfit(
     place = Answer(cfg.run.dir, kind.name, fingerprint)
     known = place.known()
     if known is not None:
-        return page(kind, known)
+        return markdown(kind, known)
     runtime = open_runtime(cfg.train.use_bf16)
     results: list[Examined[Volumes]] = []
     try:
@@ -169,7 +180,7 @@ def crossfit(
         return None
     examined = _joined(cfg, whole, people, results)
     content = answer(kind, examined) | {"overlap": overlap, "folds": len(folds)}
-    content |= _against(kind, examined)
+    content["by_person"] = by_person(kind, examined, content["overall"])
     content["title"] = f"{kind.title}, {len(folds)} folds of people (crossfit)"
     content["head"]["url"] = storage.join(cfg.run.dir, "folds")
     content["notes"] += [
@@ -178,7 +189,7 @@ def crossfit(
     ]
     content["look"] = count_look(cfg, examined.volumes, source.state["checksum"], examined.arms)
     kind.write(examined, content)
-    text = page(kind, content)
+    text = markdown(kind, content)
     place.write(content, text + "\n")
     return text
 
@@ -219,62 +230,3 @@ def _joined(
     cut = {key: getattr(whole, key)[is_in] for key in ("rows", "fold", "person")}
     beside = tuple(name for name in (IMAGE, UNET, GRADER) if name in set(lines.arm))
     return Examined(cfg, replace(whole, **cut), results[0].head, lines, drawn, results[0].on_grid, beside)
-
-
-def _against(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
-    """What the head gains over every other row, and the values of each person."""
-    lines = examined.lines[examined.lines[kind.metric].notna()]
-    arms = [arm for arm in dict.fromkeys(lines.arm) if arm != PRETRAINED]
-    values = {arm: examined.per_person(lines, arm, kind.metric) for arm in (PRETRAINED, *arms)}
-    against, verdicts = {}, []
-    for arm in arms:
-        gained_P = kind.sign * (values[PRETRAINED] - values[arm])
-        first = "Pre-training" if arm == RANDOM else HEAD
-        words = label(arm), f"{kind.shown[0].removeprefix('validation ')} saved"
-        if kind.sign > 0:
-            words = label(arm), kind.shown[0].removeprefix("validation ")
-        entry, sentence = examined.gain(gained_P, *words, f"No person has a value of {label(arm)}.", first)
-        against[arm] = entry | {"better": int((gained_P > 0).sum())}
-        verdicts.append(sentence)
-    by_person = {
-        person: {arm: _plain(of_arm[place]) for arm, of_arm in values.items()}
-        for place, person in enumerate(examined.people)
-    }
-    return {"against": against, "verdicts": verdicts, "by_person": by_person}
-
-
-def _plain(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
-
-
-def label(arm: str) -> str:
-    return LABELS.get(arm, arm.replace("_", " "))
-
-
-def page(kind: Kind[Any], content: Content) -> str:
-    """The page of an answer: verdicts, differences, people, then the tables of the kind."""
-    form = kind.shown[1].split("{")[1].split("}")[0].removeprefix(":")
-    arms = list(next(iter(content["by_person"].values())))
-    rows = [
-        [
-            label(arm),
-            number(entry["value"], f"+{form}"),
-            interval(entry["ci95"], f"+{form}"),
-            f"{entry['better']} of {entry['people']}",
-            number(entry.get("p"), ".3g"),
-            number(entry.get("could_have_shown"), form),
-        ]
-        for arm, entry in content["against"].items()
-    ]
-    header = ["against", "gained", "95 % interval", "better in", "exact p", "could have shown"]
-    people = content["n_participants"]
-    least = f"{people} people can give no p below {smallest_p(people):.3g}." if people < EXACT_BELOW else ""
-    of_people = [
-        [person, *(number(values[arm], form) for arm in arms)]
-        for person, values in content["by_person"].items()
-    ]
-    tables = [
-        Table(f"What the head gains, {kind.metric}", header, rows, least),
-        Table(f"Each person, {kind.metric}", ["", *map(label, arms)], of_people),
-    ]
-    return markdown(kind, content, tables)

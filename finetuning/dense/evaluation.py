@@ -4,7 +4,7 @@ In: a `Kind`, a head's file, a store with the labels of its task. Out: `${run.di
 written last, so that where they are the other files of the answer are. An existing answer to the same
 question is reused; a look at test participants is counted. Arms: the pre-trained encoder, a randomly
 initialised one and yardsticks in an encoder's place (finetuning.features.yardsticks) where
-finetune.against_random trained them, and what a kind compares them with.
+finetune.against_random trained them, and what a kind compares them with. The head is compared with each.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from finetuning.answers.evaluation import few_people
 from finetuning.cohort.cohort import EVALUATED, count_seen, seen_by_head
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import encoder_place, evaluated_config, require_known_place
-from finetuning.dense.examined import Examined
+from finetuning.dense.examined import HEAD, Examined
 from finetuning.dense.folds import DenseVolumes, count_look
-from finetuning.dense.head import DenseHead
+from finetuning.dense.head import PRETRAINED, RANDOM, TRUTHS, DenseHead, label
 from finetuning.dense.kind import Content, Kind, Volumes
 from finetuning.dense.on_scan import OnScan
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.yardsticks import LocalTokens
 from finetuning.heads.head_file import require_same_grid
+from models.probes.intervals import EXACT_BELOW, smallest_p
 from utils.config.load import flatten, storage_options_of
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
-from utils.tables import Table, page
+from utils.tables import Table, estimate, number, page, two_cells
 
-FORMAT_VERSION = 3  # 2 measured on the grid of the store
+FORMAT_VERSION = 4  # 2 measured on the grid of the store, 3 compared with two rows alone
+NOT_ASKED = "What pre-training gains is not asked: finetune.against_random=true trains the control."
+ALL = "mean"  # of the names of a volume, among them
 ON_SCAN = (
     "Measured at the scans' own B-scans, rows and A-scans, against the labels of the files; of what the grid "
     "does not reach nothing is measured."
@@ -151,9 +154,24 @@ def _arms(
 
 
 def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
-    """The content of KIND.json: tables with intervals, paired differences and their verdicts."""
-    volumes, head = examined.volumes, examined.head
-    moved, answered = head.cfg.finetune.encoder == "trained", kind.answer(examined)
+    """The content of KIND.json: estimates with intervals, and what the head gains over every other row,
+    with its verdict.
+    """
+    volumes, head, lines = examined.volumes, examined.head, examined.lines
+    moved, column = head.cfg.finetune.encoder == "trained", next(iter(kind.columns))
+    others = [arm for arm in dict.fromkeys(lines.arm) if arm not in (*examined.arms, *TRUTHS)]
+    values = {arm: examined.per_person(lines, arm, column) for arm in (*examined.arms, *others)}
+    against, verdicts = {}, []
+    for arm in [*values][1:]:
+        gained_P = kind.gain[0] * (values[PRETRAINED] - values[arm])
+        first = "Pre-training" if arm == RANDOM else HEAD  # an arm without an encoder says nothing of it
+        entry, sentence = examined.gain(gained_P, label(arm), kind.gain[1], first)
+        against[arm] = entry | {"better": int((gained_P > 0).sum())}
+        verdicts.append(sentence)
+    overall = {arm: examined.estimate(values_P) for arm, values_P in values.items()}
+    named = lines[lines["name"].notna()]
+    named_twice = pd.concat([named, named.assign(name=ALL)])
+    by_name = examined.by_name(named_twice, [*kind.columns])
     return {
         "format_version": FORMAT_VERSION,
         "head": {"url": head.url, "sha256": head.checksum, "kind": head.state["head_kind"]},
@@ -170,30 +188,66 @@ def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
             *(["The encoder of each arm was trained with its decoder."] if moved else []),
         ],
         "cautions": [
-            *few_people([min(_people_of(answered), default=len(examined.people))]),
+            *few_people([min(_people_of([overall, by_name, against]), default=len(examined.people))]),
             *([] if examined.on_grid is None else [ON_GRID.format(examined.on_grid)]),
         ],
-        **answered,
+        "overall": overall,
+        "by_name": by_name,
+        "against": against,
+        "verdicts": [*verdicts, *([] if RANDOM in values else [NOT_ASKED])],
+        **kind.more(examined),
+    }
+
+
+def by_person(kind: Kind[Volumes], examined: Examined[Volumes], arms: Iterable[str]) -> Content:
+    """person -> arm -> value, None where there is none."""
+    column = next(iter(kind.columns))
+    values = {arm: examined.per_person(examined.lines, arm, column) for arm in arms}
+    return {
+        person: {arm: None if np.isnan(of[place]) else float(of[place]) for arm, of in values.items()}
+        for place, person in enumerate(examined.people)
     }
 
 
 def _people_of(part: Any) -> Iterator[int]:
     """On how many people each estimate of an answer rests; an estimate of nobody is none."""
-    if isinstance(part, dict) and part.get("people"):
-        yield part["people"]
-    elif isinstance(part, dict):
-        for inner in part.values():
+    if isinstance(part, dict) and "people" in part:
+        yield from [part["people"]] if part["people"] else []
+    else:
+        for inner in part.values() if isinstance(part, dict) else part:
             yield from _people_of(inner)
 
 
-def markdown(kind: Kind[Any], content: Content, first: Sequence[Table] = ()) -> str:
-    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables, of which
-    `first` come before those of the kind.
-    """
+def markdown(kind: Kind[Any], content: Content) -> str:
+    """The page: verdicts first, who was seen in training, which look this is, the notes, the tables."""
     points = [f"{content['n_volumes']} volumes of {content['n_participants']} participants."]
     points += [*(f"**{line}**" for line in content["cautions"]), *kind.points(content)]
-    verdicts = content["verdicts"] if "verdicts" in content else [content["verdict"]]
-    tables = [*first, *kind.tables(content)]
-    return page(
-        content["title"], verdicts, [*points, *looks(content), *content["notes"]], tables
-    ).removesuffix("\n")
+    points += [*looks(content), *content["notes"]]
+    tables = [*_tables(kind, content), *kind.tables(content)]
+    return page(content["title"], content["verdicts"], points, tables).removesuffix("\n")
+
+
+def _tables(kind: Kind[Any], content: Content) -> Iterator[Table]:
+    """Every row, what the head gains over the others, each person where that is asked, and each name."""
+    arms, (title, form) = list(content["overall"]), next(iter(kind.columns.values()))
+    means = [[label(arm), *two_cells(entry, form)] for arm, entry in content["overall"].items()]
+    yield Table(f"{title}, mean", ["", "mean", "95 % interval"], means)
+    people = content["n_participants"]
+    least = f"{people} people can give no p below {smallest_p(people):.3g}." if people < EXACT_BELOW else ""
+    rows = []
+    for arm, entry in content["against"].items():
+        rows.append([label(arm), *two_cells(entry, f"+{form}"), f"{entry['better']} of {entry['people']}"])
+        rows[-1] += [number(entry.get("p"), ".3g"), number(entry.get("could_have_shown"), form)]
+    header = ["against", "gained", "95 % interval", "better in", "exact p", "could have shown"]
+    if rows:
+        yield Table(f"What the head gains, {kind.gain[1]}", header, rows, least)
+    if "by_person" in content:
+        rows = [[p, *(number(of[arm], form) for arm in arms)] for p, of in content["by_person"].items()]
+        yield Table(f"Each person, {title}", ["", *map(label, arms)], rows)
+    for column, (title, form) in kind.columns.items():
+        rows = []
+        for name in dict.fromkeys(name for of_arm in content["by_name"].values() for name in of_arm):
+            cells = [content["by_name"].get(arm, {}).get(name, {}).get(column) for arm in arms]
+            if any(cell and cell["value"] is not None for cell in cells):
+                rows.append([name, *(estimate(cell, form) for cell in cells)])
+        yield Table(title, ["", *map(label, arms)], rows)

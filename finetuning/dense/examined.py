@@ -7,7 +7,7 @@ with intervals of the bootstrap over participants, and the sentence that a paire
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -17,14 +17,13 @@ import pandas as pd
 
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.head import LABELS, PRETRAINED, DenseHead
+from finetuning.dense.head import DenseHead
 from models.probes import intervals
 from models.probes.intervals import could_show, doubt, interval95, participant_draws, sign_flip_p, verdict
 from utils import storage
 from utils.config.schema import Config
 
 HEAD = "The head"
-NOT_ASKED = "What pre-training gains is not asked: finetune.against_random=true trains the control."
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
 
@@ -82,41 +81,20 @@ class Examined(Generic[Volumes]):
         return result
 
     def gain(
-        self, gained_P: np.ndarray, against: str, what: str, nothing: str, first: str = "Pre-training"
+        self, gained_P: np.ndarray, against: str, what: str, first: str = "Pre-training"
     ) -> tuple[dict[str, Any], str]:
         """(the estimate of a paired difference of `first` from the arm called `against`, the sentence that it
-        allows); `nothing`: the sentence where no participant has one. Pre-training gains over random
-        initialisation alone: against an arm without an encoder `first` is HEAD.
+        allows).
         """
         gained, known_P = self.estimate(gained_P), gained_P[~np.isnan(gained_P)]
         if gained["value"] is None:
-            return gained, nothing
+            return gained, f"No difference from {against} can be shown: no participant has a value of both."
         gained["doubt"] = doubt(gained["ci95"], [len(known_P)], known_P)
         gained["p"], gained["could_have_shown"] = sign_flip_p(known_P), could_show(known_P)
         shown = gained["could_have_shown"]
         could = "no difference, however large" if shown is None else f"{shown:.3g}"
         words = verdict(gained["value"], gained["ci95"], first, against, what, gained["doubt"])
         return gained, f"{words} {len(known_P)} participants could have shown {could}."
-
-    def against_free(
-        self, overall: Mapping[str, np.ndarray], sign: int, free: Collection[str], what: str
-    ) -> tuple[dict[str, Any] | None, str]:
-        """What the head gains over the best row without an encoder, of the means of each person, and its
-        sentence; `sign`: 1 where more is better. (None, "") where there is no such row.
-        """
-        there = [name for name in free if name in overall and not np.isnan(overall[name]).all()]
-        if not there:
-            return None, ""
-        best = max(there, key=lambda name: sign * float(np.nanmean(overall[name])))
-        words = f"{LABELS.get(best, best.replace('_', ' '))}, the best row without an encoder"
-        gained, sentence = self.gain(
-            sign * (overall[PRETRAINED] - overall[best]),
-            words,
-            what,
-            f"No participant has both it and {words}.",
-            HEAD,
-        )
-        return {"against": best, **gained}, f" {sentence}"
 
     def write_lines(self, name: str, lines: pd.DataFrame) -> None:
         """A table of the run's folder."""

@@ -36,6 +36,8 @@ ALONE = "voxels_alone"
 # yardsticks in an encoder's place -> random features
 LOCAL = {"27_patches": None, "random_of_27": WIDE, ALONE: 0}
 IMAGE, UNET, GRADER = "image_model", "unet", "second_grader"  # of folds, in no head's file
+MEAN, PROJECTION = "mean_heights", "structural_projection"  # know no image; know no flow
+TRUTHS = DEVICE, DRAWN = "device", "labels"  # who made what all are compared with
 LABELS = {
     PRETRAINED: "pre-trained encoder",
     RANDOM: "random initialisation",
@@ -45,6 +47,8 @@ LABELS = {
     IMAGE: "the same decoder on an image model",
     UNET: "2D U-Net from scratch, equal processor time",
     GRADER: "second grader",
+    MEAN: "mean heights of the training volumes",
+    PROJECTION: "projection of the structural scan",
 }
 KEYS = {"arms", "head_kind", "hidden", "voxels", "encoder", "random_seed", "normalisation", "geometry"}
 KEYS |= {"config", "participants", "pretraining_participants", "validation"}
@@ -80,6 +84,11 @@ def encoder_of(
     if name in LOCAL:
         return LocalTokens(cfg, LOCAL[name], mean).eval()
     return pretrained_encoder(cfg, checkpoint, url) if name == PRETRAINED else random_encoder(cfg, cfg.seed)
+
+
+def label(arm: str) -> str:
+    """What tables call an arm."""
+    return LABELS.get(arm, arm.replace("_", " "))
 
 
 def new_decoder(cfg: Config, width: int, num_outputs: int) -> nn.Module:

@@ -57,14 +57,16 @@ class Kind(Generic[Volumes]):
     # evaluation
     title: str
     measure: Callable[[Volumes, int, np.ndarray, str], Sequence[Line]]  # a row's prediction by an arm
-    answer: Callable[[Examined[Volumes]], Content]
-    tables: Callable[[Content], Sequence[Table]]
+    columns: Mapping[str, tuple[str, str]]  # of these lines -> title and format; the first one decides
+    gain: tuple[int, str]  # 1 where more of the first column is better, else -1; words of a difference
     write: Callable[[Examined[Volumes], Content], None]  # the other files
     notes: Sequence[str]
     # arms without an encoder, name -> what predicts a row
     baselines: Callable[[Volumes, DenseHead], Mapping[str, Callable[[int], np.ndarray]]] = lambda *_: {}
     drawn: Callable[[Volumes], Sequence[int]] = lambda _: ()  # rows whose predictions `write` needs
-    points: Callable[[Content], Sequence[str]] = lambda _: ()  # of the answer's page
+    more: Callable[[Examined[Volumes]], Content] = lambda _: {}  # of the answer
+    points: Callable[[Content], Sequence[str]] = lambda _: ()  # of its page
+    tables: Callable[[Content], Sequence[Table]] = lambda _: ()  # of its page, beside those of all kinds
     per_name: int = 1  # outputs of a decoder for each name
     background: int = 0  # outputs without a name
     keys: tuple[str, ...] = ()  # that a head's file must have

@@ -34,6 +34,7 @@ from finetuning.dense.evaluation import Arm
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import GRADER, IMAGE, UNET
 from finetuning.dense.kind import Kind
+from finetuning.dense.segmentation.loss import likeliest
 from finetuning.dense.training import train_arm
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.slices import SliceEncoder
@@ -175,11 +176,6 @@ def heights(p_DCHW: Tensor) -> Tensor:
     """Surfaces float32 [S, D, W] in voxels, in order: the rows above each, less the half of one."""
     above = torch.arange(p_DCHW.shape[1] - 1, device=p_DCHW.device)[:, None, None, None]
     return (p_DCHW.argmax(dim=1) <= above).float().sum(dim=2) - 0.5
-
-
-def likeliest(p_DCHW: Tensor) -> Tensor:
-    """Places among the classes, uint8 [D, H, W]."""
-    return p_DCHW.argmax(dim=1).to(torch.uint8)
 
 
 Classes = Callable[[DenseVolumes, int], np.ndarray]

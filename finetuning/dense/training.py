@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
@@ -37,15 +36,16 @@ from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.layers.planes import Planes
 from finetuning.dense.moves import Moves
+from finetuning.dense.moving import Encoder, Moving
 from finetuning.dense.resume import Keeper
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
 from finetuning.heads.epochs import Best, Epochs
 from finetuning.heads.head_file import write_head
-from finetuning.heads.tuned import is_read, layer_groups
+from finetuning.heads.tuned import is_read
 from models.optimizer import warmup_cosine
-from models.vit3d import VisionTransformer3D, recompute_block
+from models.vit3d import recompute_block
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.run.folder import held_run
@@ -54,8 +54,6 @@ from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
 MOST_VALIDATIONS = 40  # of an arm
-LONGEST_AVERAGE = 0.99  # of the weights that are judged: the share of what was before
-Encoder = VisionTransformer3D | LocalTokens
 Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
 
@@ -227,7 +225,7 @@ def train_arm(
     volumes. `encoder`: in the place of that of the arm's name. With `keeper` it is saved, and goes on where
     it was. Raises UserError, and StopRequested.
     """
-    cfg, entered = source.cfg, time.process_time()
+    cfg = source.cfg
     if encoder is None:
         encoder = encoder_of(name, cfg, source.state, source.url, _mean_of(name, source, volumes, runtime))
     module: Any = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
@@ -244,8 +242,10 @@ def train_arm(
         moving.load(state["moving"])
     if keeper is not None:
         keeper.enter(name, lambda: {"moving": moving.state_dict(), "trained": result.state_dict(cfg)})
-    clock = entered - (result.history[-1]["processor_seconds"] if result.history else 0.0)
-    start, prefix = time.perf_counter(), "" if name == PRETRAINED else f"{name}/"
+    # the pass of a frozen encoder is not among these: another run may have made it
+    clock = time.process_time() - (result.history[-1]["processor_seconds"] if result.history else 0.0)
+    start = time.perf_counter()
+    prefix = "" if name == PRETRAINED else f"{name}/"
     # ---- loop: update, log, validate, save
     units, epochs = batches_of(cfg, volumes)
     calendar = epochs.calendar
@@ -281,66 +281,6 @@ def train_arm(
     return result
 
 
-@dataclass
-class Moving:
-    """What an update moves. With a frozen encoder a running mean of the decoder's weights is judged."""
-
-    encoder: Encoder
-    decoder: nn.Module
-    optimizer: torch.optim.AdamW
-    average: AveragedModel | None
-    is_trained: bool  # the encoder
-
-    @classmethod
-    def of(cls, cfg: Config, encoder: Encoder, decoder: nn.Module) -> Moving:
-        """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that
-        is trained, have the full rate.
-        """
-        is_trained, optim = cfg.finetune.encoder == "trained", cfg.optim
-        body = encoder if is_trained and isinstance(encoder, VisionTransformer3D) else None
-        groups = layer_groups(body, decoder, optim.weight_decay, cfg.finetune.layer_decay)
-        optimizer = torch.optim.AdamW(groups, lr=optim.base_lr, betas=optim.betas, eps=optim.eps)
-        has_mean = cfg.head.kind == UNETR and not is_trained
-        average = AveragedModel(decoder, avg_fn=_averaged) if has_mean else None
-        return cls(encoder, decoder, optimizer, average, is_trained)
-
-    @property
-    def judged(self) -> nn.Module:
-        return self.decoder if self.average is None else self.average.module
-
-    def copies(self) -> tuple[nn.Module, nn.Module]:
-        """Encoder and decoder as they are now."""
-        return copy.deepcopy(self.encoder) if self.is_trained else self.encoder, copy.deepcopy(self.judged)
-
-    def parts(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
-        values = {"decoder": self.decoder, "optimizer": self.optimizer, "average": self.average}
-        values |= {"encoder": self.encoder if self.is_trained else None}
-        return {name: value for name, value in values.items() if value is not None}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value.state_dict() for name, value in self.parts().items()}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        for name, value in self.parts().items():
-            value.load_state_dict(state[name])
-
-    def update(self, rate: float, clip: float) -> None:
-        """Move by the gradients."""
-        moved = [p for group in self.optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(moved, clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["rate_share"]
-        self.optimizer.step()
-        if self.average is not None:
-            self.average.update_parameters(self.decoder)
-
-
-def _averaged(average: Tensor, value: Tensor, count: Tensor | int) -> Tensor:
-    """Weights averaged over the last updates: over all of them at first, over about a hundred later."""
-    return torch.lerp(value, average, min(LONGEST_AVERAGE, float(count / (count + 10))))
-
-
 def _mean_of(name: str, source: Source, volumes: DenseVolumes, runtime: Runtime) -> Tensor | None:
     """The mean of the training volumes, which random features are centred on."""
     if not LOCAL.get(name):
@@ -367,6 +307,11 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
     return {f"{prefix}{key}": value for key, value in values.items()}
 
 
+def learnt_from(volumes: DenseVolumes) -> np.ndarray:
+    """The rows of training and validation."""
+    return np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)]))
+
+
 def _token_source(
     encoder: Encoder | KeptFeatures,
     cfg: Config,
@@ -384,7 +329,7 @@ def _token_source(
             if isinstance(encoder, KeptFeatures)
             else KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
         )
-        kept.keep_tokens(np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)])))
+        kept.keep_tokens(learnt_from(volumes))
         return kept
     encoder.to(runtime.device)
     if cfg.train.activation_checkpointing:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from data_setup.jobs import acquisition, read_volume
+from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import source_stat
 from data_setup.store.format import INDEX_COLUMNS, KEPT, UNREAD
@@ -36,6 +37,7 @@ class Volume:
 
     voxels: np.ndarray
     fields: dict[str, Any]  # INDEX_COLUMNS, and of files those of Looks, as far as they are known
+    header: OCTHeader | None = None  # of a file
 
     @property
     def valid_box(self) -> np.ndarray:
@@ -166,7 +168,7 @@ class ScanFile:
         fields |= {"status": KEPT, "sop_instance_uid": header.sop_instance_uid}
         fields |= self.scan.facts(header) | measured | acquisition(header)
         names = (*INDEX_COLUMNS, *COLUMNS)
-        return Volume(volume.voxels, {name: fields[name] for name in names if name in fields})
+        return Volume(volume.voxels, {name: fields[name] for name in names if name in fields}, header)
 
 
 Volumes = StoreVolumes | FileVolumes

@@ -22,6 +22,7 @@ import io
 import json
 import logging
 import math
+import time
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,10 @@ class KeptFeatures:
         """Kept tokens float16 [n, N, E], in the order of `rows`."""
         return self._load("tokens", rows)
 
+    def seconds(self, rows: np.ndarray) -> float:
+        """Of the processor, that the tokens of these rows took when they were computed."""
+        return float(self._load("tokens", rows, "seconds").sum())
+
     def valid(self, rows: np.ndarray) -> np.ndarray:
         """Which tokens lie in the acquired field, bool [n, N]; UserError for a volume without any."""
         columns = [f"valid_{axis}{end}" for axis in "dhw" for end in "01"]
@@ -151,6 +156,7 @@ class KeptFeatures:
         for row, name in zip(rows.tolist(), volume_digests(self.store, rows), strict=True):
             if f"{name}.npz" not in there:
                 first.setdefault(name, row)
+        start = time.process_time()
         for of_batch, tokens, valid in self.compute(np.array(sorted(first.values()), np.int64)):
             if kind == "pooled":
                 values = self.runtime.to_torch(pool_tokens(tokens, valid))
@@ -159,31 +165,32 @@ class KeptFeatures:
             batch = values.cpu().numpy()
             if not np.isfinite(batch).all():
                 raise UserError(f"{self.url}: expected finite features of the encoder, found NaN or infinity")
+            start, seconds = (now := time.process_time()), (now - start) / len(batch)
             for name, features in zip(volume_digests(self.store, of_batch), batch, strict=True):
                 buffer = io.BytesIO()
-                np.savez(buffer, features=features)
+                np.savez(buffer, features=features, seconds=np.array(seconds))
                 storage.write_bytes(storage.join(self.url, kind, f"{name}.npz"), buffer.getvalue())
 
-    def _load(self, kind: Kind, rows: np.ndarray) -> np.ndarray:
+    def _load(self, kind: Kind, rows: np.ndarray, part: str = "features") -> np.ndarray:
         """What is kept of these rows, in their order; what is damaged or gone is computed again."""
         volumes = []
         for row, name in zip(rows, volume_digests(self.store, rows), strict=True):
-            features = self._read(f"{kind}/{name}.npz")
+            features = self._read(f"{kind}/{name}.npz", part)
             if features is None:
                 self._keep(kind, np.array([row]))
-                features = self._read(f"{kind}/{name}.npz")
+                features = self._read(f"{kind}/{name}.npz", part)
             assert features is not None, name
             volumes.append(features)
         return np.stack(volumes)
 
-    def _read(self, path: str) -> np.ndarray | None:
-        """The features of a kept file; None where there is none, or a damaged one, which is removed."""
+    def _read(self, path: str, part: str) -> np.ndarray | None:
+        """A part of a kept file; None where there is none, or a damaged one, which is removed."""
         url = storage.join(self.url, path)
         if not storage.exists(url):
             return None
         try:
             with np.load(io.BytesIO(storage.read_bytes(url)), allow_pickle=False) as content:
-                return np.array(content["features"])
+                return np.array(content[part])
         except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
             log.warning("%s: damaged (%s); its features are computed again", url, error)
             storage.remove(url)

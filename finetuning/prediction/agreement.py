@@ -99,7 +99,7 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
     nothing = np.full(values.shape[1:], np.nan, np.float32)
     rows = [values[own.index(name)] if name in own else nothing for name in line["surfaces"]]
     fields = acquisition(header) | scan.facts(header) | {"path": record.path}
-    given = measured(header.from_file_order(np.stack(rows), 1), line["surfaces"], fields, foveas)
+    given = measured(np.stack(rows), line["surfaces"], header, fields, foveas)
     number_of = [
         {(row["layer"], row["sector"]): row["um"] for row in rows_of(line | part) if row.get("layer")}
         for part in ({}, given)

@@ -1,8 +1,8 @@
 """What a head of surfaces or slabs says of one volume, in the scan's own B-scans and A-scans.
 
 In: a head of finetuning.dense (its decoder on the pre-trained encoder) and a volume. Out: a `FileAnswer`. Of
-surfaces heights in the scan's rows, thickness in um, ETDRS sectors. Arrays have their B-scans in the order of
-the file, NaN where the grid does not reach.
+surfaces heights in the scan's rows, thickness in um, ETDRS sectors. Arrays lie as the file does, NaN where
+the grid does not reach.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from data_setup.attach.grid import lay_on_scan, means_on_scan
 from data_setup.normalisation import plain_view
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
-from finetuning.dense.layers.volumes import OUTER, RETINA
+from finetuning.dense.layers.volumes import RETINA, layers_of
 from finetuning.dense.translation.kind import draw_slabs
 from finetuning.dense.whole import decode
 from finetuning.embedding.stream import batch_of, tokens_of
@@ -100,7 +100,10 @@ class SlabPredictor(DensePredictor):
 
     def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
         names = self.head.names
+        assert volume.header is not None
         slabs = means_on_scan(predicted_SDW, volume.fields, self.head.state["geometry"]).astype(np.float32)
+        # a slab as a scan of one row: there is nothing to turn along H
+        slabs = np.stack([volume.header.to_file_order(slab[:, None])[:, 0] for slab in slabs])
         line |= {"mean": {name: mean_or_none(slab) for name, slab in zip(names, slabs, strict=True)}}
         d0, d1, _, _, w0, w1 = volume.valid_box.astype(int)
         texts = [short_name(volume.fields["path"]), NOTICE, *line["warnings"]]
@@ -113,8 +116,8 @@ class SlabPredictor(DensePredictor):
 
 
 class SurfacePredictor(DensePredictor):
-    """Surfaces. Arrays: `rows` float32 [S, B-scans, A-scans], the row of the scan, 0 the centre of its first;
-    `um`, the same from the scan's upper edge; `names` [S].
+    """Surfaces. Arrays: `rows` float32 [S, B-scans, A-scans], the row of the file, 0 the centre of its first;
+    `um`, the same from the edge of that row; `names` [S].
     """
 
     folder = "surfaces"
@@ -124,10 +127,11 @@ class SurfacePredictor(DensePredictor):
         self.foveas = foveas
 
     def answer_of(self, volume: Volume, predicted_SDW: np.ndarray, line: dict[str, Any]) -> FileAnswer:
-        names, fields = self.head.names, volume.fields
-        rows = lay_on_scan(predicted_SDW, fields, self.head.state["geometry"])
+        assert volume.header is not None
+        names, fields, header = self.head.names, volume.fields, volume.header
+        rows = header.to_file_order(lay_on_scan(predicted_SDW, fields, self.head.state["geometry"]), 1)
         um = (rows + 0.5) * float(fields["spacing_before_h"]) * 1000
-        line |= measured(rows, names, fields, self.foveas)
+        line |= measured(rows, names, header, fields, self.foveas)
         arrays = {"rows": rows, "um": um.astype(np.float32), "names": np.array(names)}
         return FileAnswer(line, draw(self._page(volume, line, predicted_SDW)), arrays)
 
@@ -143,8 +147,7 @@ class SurfacePredictor(DensePredictor):
         else:
             lines.append(f"No ETDRS table: {line['etdrs_message']}.")
         lines.append(distance_text(line["feature_distance_percentile"]))
-        outer = next((name for name in OUTER if name in names), names[-1])
-        first = names.index("ILM") if "ILM" in names else 0
+        upper, lower = layers_of(names).get(RETINA, (0, len(names) - 1))
         return Page(
             title=short_name(fields["path"]),
             lines=lines,
@@ -156,6 +159,6 @@ class SurfacePredictor(DensePredictor):
             spacing_mm=spacing,
             valid_box=volume.valid_box.astype(int).tolist(),
             surfaces=dict(zip(names, heights, strict=True)),
-            thickness_um=(heights[names.index(outer)] - heights[first]) * spacing[1] * 1000,
+            thickness_um=(heights[lower] - heights[upper]) * spacing[1] * 1000,
             has_answer=not is_far(line["feature_distance_percentile"]),
         )

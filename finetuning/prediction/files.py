@@ -17,7 +17,6 @@ import numpy as np
 import yaml
 from scipy.ndimage import label
 
-from data_setup.attach.labels import SURFACES
 from data_setup.export.predictions import (
     load_highdicom,
     write_height_map,
@@ -26,16 +25,14 @@ from data_setup.export.predictions import (
     write_png,
     write_seg,
 )
-from data_setup.manifest import read_records
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import kind_by_name
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, UNREAD
-from data_setup.store.reader import PreparedStore
-from data_setup.tables.text import read_table
 from finetuning.dense.head import DenseHead
+from finetuning.dense.layers.volumes import RETINA, layers_of
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
-from finetuning.embedding.scans import Scan, of_row, require_file, version_of
+from finetuning.embedding.scans import Scan, require_file, version_of
 from finetuning.embedding.stream import Fault, rejected
 from finetuning.features.digests import values_digest
 from finetuning.prediction.cautions import cautions_of
@@ -87,7 +84,7 @@ class Files:
         _require_names(scans)
         self.scans = {scan.record.path: scan for scan in scans}
         self.classes: dict[str, int] = (
-            {name: value for value, name in enumerate(layers_between(head.names), 1)}
+            {name: value for value, name in enumerate(layers_of(head.names), 1) if name != RETINA}
             if self.of_layers
             else head.state["classes"]
         )
@@ -158,17 +155,17 @@ class Files:
             self._write_classes(labels, asked, scan, place)
             return {"file": place, "classes": sizes(labels, self.classes, scan.header.spacing_mm)}
         rows = surfaces_of_scan(outputs, scan)
+        in_file = scan.header.to_file_order(rows, 1)
         if form == HEIGHTMAP:
-            in_file = scan.header.to_file_order(rows, 1)
             version = head.checksum[:DIGITS]
             write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
         elif form == NPZ:
-            names = np.array(head.names)
-            write_npz({"surfaces": scan.header.to_file_order(rows, 1), "names": names}, place, options)
+            write_npz({"surfaces": in_file, "names": np.array(head.names)}, place, options)
         else:
             self._write_classes(between(rows, scan.header.shape[1]), asked, scan, place)
         fields = scan.fields | asked.facts(scan.header) | {"path": asked.record.path}
-        return {"file": place, "surfaces": list(head.names)} | measured(rows, head.names, fields, self.foveas)
+        sizes_um = measured(in_file, head.names, scan.header, fields, self.foveas)
+        return {"file": place, "surfaces": list(head.names)} | sizes_um
 
     def _write_classes(self, labels: np.ndarray, asked: Scan, scan: WholeScan, place: str) -> None:
         """Classes in the order of the reader's frames as a file."""
@@ -185,11 +182,6 @@ class Files:
             write_seg(in_file, classes, scan.header, version, place, options, self.anonymous)
 
 
-def layers_between(names: Sequence[str]) -> list[str]:
-    """The names of the layers between surfaces, from the vitreous down."""
-    return [f"{upper} to {lower}" for upper, lower in pairwise(names)]
-
-
 def between(rows_SDW: np.ndarray, num_rows: int) -> np.ndarray:
     """Classes uint8 [D, H, W]: n of the voxels whose centres lie from surface n on and above the next; 0
     elsewhere, and where a border is unknown.
@@ -199,27 +191,6 @@ def between(rows_SDW: np.ndarray, num_rows: int) -> np.ndarray:
     for number, (upper, lower) in enumerate(pairwise(rows_SDW), 1):
         labels[(row >= upper[:, None]) & (row < lower[:, None])] = number
     return labels
-
-
-def of_rows(cfg: Config, rows: str) -> list[Scan]:
-    """The scans of `all` kept rows of the store, or of those that `0,5` names; raises UserError."""
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    kept = store.kept.tolist()
-    if rows != "all" and not re.fullmatch(r"\d+(,\d+)*", rows):
-        raise UserError(f"--rows: expected all, or numbers with commas between, found {rows!r}")
-    chosen = kept if rows == "all" else [int(number) for number in rows.split(",")]
-    listing = read_records(cfg)
-    by_path = {record.path: record for record in [*listing.records, *listing.filtered]}
-    lines, _, _ = read_table(cfg.data.manifest_path, cfg.data.storage_options, ("filepath",))
-    scans = []
-    for row in chosen:
-        record = by_path.get(str(store.index.path.get(row))) if row in kept else None
-        if record is None:
-            expected = f"kept rows of {store.url} whose scans {cfg.data.manifest_path} lists"
-            raise UserError(f"--rows: expected {expected}, found {row}")
-        surfaces = lines[record.line].get(SURFACES)
-        scans.append(of_row(record, surfaces, cfg.data.manifest_path, listing.root))
-    return scans
 
 
 def _require_names(scans: Sequence[Scan]) -> None:

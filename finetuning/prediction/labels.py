@@ -33,7 +33,7 @@ from finetuning.prediction.evidence import (
     explained_output,
     outputs_of,
 )
-from finetuning.prediction.occlusion import occlusion_maps
+from finetuning.prediction.occlusion import occlusion_map
 from finetuning.prediction.picture import Page, draw
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
@@ -113,9 +113,8 @@ class LabelPredictor:
             return evidence_of(self.head, tokens_BNE, valid_BN, outputs_C)
         weights_C, name = explained_output(self.head, outputs_C)
         view = plain_view(self.runtime.to_device(batch_of(volume)))
-        encoder = self.head.encoder
-        maps = occlusion_maps(encoder, [self.head], view, valid_BN, weights_C, self.cfg, self.runtime)
-        return Evidence(maps[0], OCCLUSION, name)
+        parts = view, valid_BN, weights_C, self.cfg, self.runtime
+        return Evidence(occlusion_map(self.head.encoder, self.head, *parts), OCCLUSION, name)
 
     def _page(self, volume: Volume, line: dict[str, Any], evidence: Evidence, valid_BN: torch.Tensor) -> Page:
         head, fields = self.head, volume.fields

@@ -1,7 +1,7 @@
 """A line a scan, written as the scan is done, so that the same command goes on after a kill.
 
 In: the file, the scans that are asked about, what is common to all lines. Out: what is done, and the file. A
-line is done when version, format, precision, anonymity and fovea are those of now, and what it names is
+line is done when versions, format, precision, anonymity and fovea are those of now, and what it names is
 there. Lines of rejects are made again; those of other scans and formats stay; a half line does not count. A
 line that cannot be written ends the command: here the lines are what was asked for.
 """
@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.storage.errors import named_errors, split_scheme
 
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
-SAME = ("format", "precision", "anonymous", "fovea_option")  # of a line that is done
+SAME = ("schema_version", "format", "precision", "anonymous", "fovea_option")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
 Line = dict[str, Any]
 

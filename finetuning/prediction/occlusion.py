@@ -1,14 +1,13 @@
 """Occlusion: what a head's output loses when a block of the volume is hidden.
 
-In: an encoder, heads on it, a normalised volume. Out: a number for every token, that of its block. Hidden
+In: an encoder, a head on it, a normalised volume. Out: a number for every token, that of its block. Hidden
 voxels take the volume's mean, which is 0 after normalisation (zscore_valid); the tokens stay valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
+import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor, nn
 
@@ -34,13 +33,11 @@ def block_of(grid: tuple[int, int, int]) -> tuple[int, int, int]:
 
 def blocks_of(grid: tuple[int, int, int], block: tuple[int, int, int]) -> Tensor:
     """Which tokens each block has, bool [K, N]; every token is in one block, those at the end are smaller."""
-    number = torch.zeros(grid, dtype=torch.long)
-    for axis, step in enumerate(block):
-        place = torch.arange(grid[axis]) // step
-        shape = [-1 if other == axis else 1 for other in range(3)]
-        number = number * (int(place[-1]) + 1) + place.view(shape)
-    flat = number.flatten()
-    return flat[None] == torch.arange(int(flat.max()) + 1)[:, None]
+    places = torch.meshgrid(
+        *(torch.arange(count) // step for count, step in zip(grid, block, strict=True)), indexing="ij"
+    )
+    _, number_N = torch.stack([place.flatten() for place in places]).unique(dim=1, return_inverse=True)
+    return F.one_hot(number_N).T.bool()
 
 
 def hide(view_1CDHW: Tensor, hidden_BN: Tensor, cfg: Config) -> Tensor:
@@ -51,45 +48,25 @@ def hide(view_1CDHW: Tensor, hidden_BN: Tensor, cfg: Config) -> Tensor:
 
 
 @torch.no_grad()
-def hidden_outputs(
+def occlusion_map(
     encoder: nn.Module,
-    heads: Sequence[Reads],
-    view_1CDHW: Tensor,
-    valid_1N: Tensor,
-    hidden_KN: Tensor,
-    cfg: Config,
-    runtime: Runtime,
-) -> Tensor:
-    """Outputs of each head for each set of hidden tokens, float32 [heads, K, C] on the host."""
-
-    def batches() -> Iterator[Tensor]:
-        for hidden_BN in hidden_KN.split(BATCH):
-            with runtime.autocast():
-                tokens_BNE = encoder(hide(view_1CDHW, hidden_BN, cfg)).float()
-            valid_BN = valid_1N.expand(len(hidden_BN), -1)
-            yield torch.stack([outputs_of(head, tokens_BNE, valid_BN).float().cpu() for head in heads])
-
-    return torch.cat(list(batches()), dim=1)
-
-
-def occlusion_maps(
-    encoder: nn.Module,
-    heads: Sequence[Reads],
+    head: Reads,
     view_1CDHW: Tensor,
     valid_1N: Tensor,
     weights_C: Tensor,
     cfg: Config,
     runtime: Runtime,
 ) -> Tensor:
-    """How much outputs @ weights falls when a token's block is hidden, for each head [heads, N]; 0 where a
-    block has no valid token.
+    """How much outputs @ weights falls when a token's block is hidden [N]; 0 where a block has no valid
+    token.
     """
-    blocks_KN = blocks_of(cfg.grid, block_of(cfg.grid))
-    inside_N = valid_1N[0].cpu() > 0
+    blocks_KN, inside_N = blocks_of(cfg.grid, block_of(cfg.grid)), valid_1N[0].cpu() > 0
     used_KN = blocks_KN[(blocks_KN & inside_N).any(dim=1)]
-    nothing_1N = torch.zeros(1, used_KN.shape[1], dtype=torch.bool)
-    sets_KN = torch.cat([nothing_1N, used_KN])
-    outputs = hidden_outputs(encoder, heads, view_1CDHW, valid_1N, sets_KN, cfg, runtime)
-    explained_HK = outputs @ weights_C.float().cpu()
-    drop_HK = explained_HK[:, :1] - explained_HK[:, 1:]
-    return (drop_HK @ used_KN.float()) * inside_N
+    sets_KN = torch.cat([torch.zeros_like(used_KN[:1]), used_KN])  # first nothing is hidden
+    outputs = []
+    for hidden_BN in sets_KN.split(BATCH):
+        with runtime.autocast():
+            tokens_BNE = encoder(hide(view_1CDHW, hidden_BN, cfg)).float()
+        outputs.append(outputs_of(head, tokens_BNE, valid_1N.expand(len(hidden_BN), -1)).float().cpu())
+    explained_K = torch.cat(outputs) @ weights_C.float().cpu()
+    return ((explained_K[0] - explained_K[1:]) @ used_KN.float()) * inside_N

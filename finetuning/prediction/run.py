@@ -19,7 +19,7 @@ import numpy as np
 
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
-from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden, require_known_place
+from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
 from finetuning.embedding.scans import Places, Scan, find_scans
@@ -29,7 +29,7 @@ from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.agreement import write_agreement
 from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
-from finetuning.prediction.files import HEIGHTMAP, LAYERS, NPZ, OF_A_SCAN, Files, bounded, of_rows
+from finetuning.prediction.files import HEIGHTMAP, LAYERS, NPZ, OF_A_SCAN, Files, bounded
 from finetuning.prediction.labels import LabelPredictor
 from finetuning.prediction.lines import Line, Lines
 from finetuning.prediction.picture import plain_text
@@ -49,7 +49,7 @@ from utils.terminal import say, track
 MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 SEGMENTATION = "segmentation"  # of task.kind
 FORMATS = dict.fromkeys(("nifti", NPZ, "png", "seg"), (SEGMENTATION, LAYERS)) | {HEIGHTMAP: (LAYERS,)}
-SCHEMA_VERSION = 2  # of a line; 1: those without this field
+SCHEMA_VERSION = 3  # of a line; of 2 the arrays and the fovea lie as the reader turns the file
 DPI = 100
 PREDICTING = Work("finetuning.predict into this folder", "another --out")
 Predictor = LabelPredictor | DensePredictor
@@ -59,18 +59,11 @@ class Asked(NamedTuple):
     """What a command line asks for."""
 
     places: Places
-    rows: str | None = None  # of the head's store, in place of places
     form: str | None = None  # of FORMATS; None: of a head of classes nifti, else answers with pictures
     occlusion: bool = False
     anonymous: bool = True
     fovea: str | None = None  # as thickness.py reads it
     visit_date: bool = False  # in study.csv
-
-    def scans(self, cfg: Config, out: str) -> list[Scan]:
-        """Raises UserError."""
-        if self.rows is not None:
-            return of_rows(cfg, self.rows)
-        return find_scans(self.places, cfg.data.storage_options, cfg.data.workers, out)
 
 
 def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> int:
@@ -84,16 +77,14 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
     _check(wanted, kind, asked._replace(form=form))
     head = _open(wanted, kind, overrides)
     cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
-    if asked.rows is not None:
-        for key in ("store", "gcs_root", "manifest_path"):
-            require_known_place(str(getattr(cfg.data, key)), head.url, f"data.{key}", overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"
         )
-    scans, runtime = asked.scans(cfg, out), open_runtime(cfg.train.use_bf16)
-    foveas = read_foveas(asked.fovea, len(scans), cfg.data.storage_options)
-    with hold(out, cfg.data.storage_options, work=PREDICTING) as lease:
+    options, runtime = cfg.data.storage_options, open_runtime(cfg.train.use_bf16)
+    scans = find_scans(asked.places, options, cfg.data.workers, out)
+    foveas = read_foveas(asked.fovea, len(scans), options)
+    with hold(out, options, work=PREDICTING) as lease:
         work: Files | Answers
         if isinstance(head, DenseHead) and form is not None:
             work = Files(head, cfg, scans, form, out, runtime, asked.anonymous, foveas)
@@ -104,9 +95,9 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
         lines, code = _write(work, head, cfg, runtime, asked, out, lease)
         lines = [*{line["path"]: line for line in lines}.values()]  # of a scan in two forms the newer
         by_path = {scan.record.path: scan for scan in scans}
-        write_study(storage.join(out, "study.csv"), kind, lines, by_path, asked.visit_date, work.options)
+        write_study(storage.join(out, "study.csv"), kind, lines, by_path, asked.visit_date, options)
         if kind == LAYERS:
-            write_agreement(out, lines, by_path, foveas, work.options)
+            write_agreement(out, lines, by_path, foveas, options)
         return code
 
 
@@ -123,8 +114,6 @@ def _check(wanted: str, kind: str, asked: Asked) -> None:
     if not asked.anonymous and form not in OF_A_SCAN:
         expected = f"--format {' or '.join(OF_A_SCAN)}"
         raise UserError(f"--no-anonymous: expected it with {expected}, found {form or 'none'}")
-    if asked.rows is not None and form is None:
-        raise UserError("--rows: expected with --format, found none; name the files with --files or --dicom")
 
 
 def _write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +21,13 @@ from finetuning import evaluate as command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.dense import crossfit as module
-from finetuning.dense import unet
+from finetuning.dense import training, unet
 from finetuning.dense.folds import DenseVolumes, crossed
 from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, RANDOM, UNET
 from finetuning.dense.kind import Kind
 from finetuning.dense.layers.volumes import read_volumes
 from finetuning.dense.rivals import between_surfaces, heights
+from models.vit3d import VisionTransformer3D
 from tests.finetuning.test_leaderboard import image_encoder
 from tests.support.finetune_factory import save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, words
@@ -199,6 +201,35 @@ def test_one_table_over_all_people(
     changed = [p for p in people if again["by_person"][p] != content["by_person"][p]]
     assert len(changed) == 2
     assert all(again["by_person"][p][PRETRAINED] == content["by_person"][p][PRETRAINED] for p in people)
+
+
+def test_a_unet_has_the_time_of_the_encoders_pass_in_every_fold(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of 100 s a volume of the encoder and 1 s an update; the second fold finds tokens kept."""
+    clock, given = [0.0], []
+    forward, step = VisionTransformer3D.forward, training.train_step
+
+    def slow_forward(self: VisionTransformer3D, view: torch.Tensor, *more: Any) -> Any:
+        clock[0] += 100 * len(view)
+        return forward(self, view, *more)
+
+    def slow_step(*parts: Any) -> float:
+        clock[0] += 1
+        return step(*parts)
+
+    def no_unet(kind: Kind[Any], seed: int, volumes: DenseVolumes, runtime: Any, seconds: float) -> Any:
+        given.append((seconds, len({*volumes.of(TRAIN), *volumes.of(VAL)})))
+        return UNET, lambda row: np.zeros((len(volumes.names), 8, 32)), None
+
+    monkeypatch.setattr(time, "process_time", lambda: clock[0])
+    monkeypatch.setattr(VisionTransformer3D, "forward", slow_forward)
+    monkeypatch.setattr(training, "train_step", slow_step)
+    monkeypatch.setattr(module, "plain_unet", no_unet)
+    evaluate(world, "layers", tmp_path, "eval.folds=null", "finetune.against_random=false")
+    assert len(given) == 4
+    assert [seconds for seconds, _ in given] == [100 * volumes + 4 for _, volumes in given]
+    assert clock[0] < sum(seconds for seconds, _ in given)  # tokens were computed once
 
 
 def test_a_head_in_folds_beside_an_image_model(world: Path, tmp_path: Path) -> None:

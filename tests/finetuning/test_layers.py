@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pandas as pd
 import pytest
@@ -22,7 +23,7 @@ from data_setup.attach.grid import lay_on_grid, lay_on_scan
 from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import StoredHeights
 from data_setup.loader import evaluation_batches
-from data_setup.manifest import read_records
+from data_setup.manifest import read_records, unknown_record
 from data_setup.normalisation import plain_view
 from data_setup.readers.heights import DEPTH_OF_LABEL, read_stated_heights
 from data_setup.readers.labels import read_label_surfaces, read_label_volume
@@ -36,9 +37,9 @@ from finetuning.cohort.source import open_source
 from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds, training
 from finetuning.dense.decoder import UnetrDecoder, at_median
-from finetuning.dense.evaluation import answer, evaluate, markdown
-from finetuning.dense.examined import NOT_ASKED, Examined
-from finetuning.dense.head import ALONE, PRETRAINED, RANDOM, encoder_of
+from finetuning.dense.evaluation import ALL, NOT_ASKED, answer, evaluate, markdown
+from finetuning.dense.examined import Examined
+from finetuning.dense.head import ALONE, MEAN, PRETRAINED, RANDOM, encoder_of
 from finetuning.dense.layers.decoder import build_decoder, heights_of, layer_loss, surface_loss
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import LAYERS, validation_error
@@ -50,6 +51,7 @@ from finetuning.dense.on_scan import OnScan
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from finetuning.prediction.files import between
+from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
 from tests.support.line_fields import documented
@@ -106,15 +108,19 @@ def test_a_decoder_learns_where_surfaces_lie(trained: Path, evaluated: tuple[Pat
     content = json.loads((folder / "layers.json").read_text())
     overall = {name: part["value"] for name, part in content["overall"].items()}
     assert set(overall) == {PRETRAINED, RANDOM, ALONE, "mean_heights"}
-    free = min((ALONE, "mean_heights"), key=overall.__getitem__)
-    assert content["against_free"]["against"] == free
-    assert content["against_free"]["value"] == pytest.approx(overall[free] - overall[PRETRAINED])
-    assert re.search(r" (The head .*|No difference shown: )", content["verdict"])
-    assert "doubt" in content["against_free"]
+    assert set(content["against"]) == {*overall} - {PRETRAINED}
+    for arm, gained in content["against"].items():
+        assert gained["value"] == pytest.approx(overall[arm] - overall[PRETRAINED])
+        assert {"doubt", "p", "could_have_shown", "better"} < set(gained)
+    ours = [text for text in content["verdicts"] if not text.startswith("No difference")]
+    assert all(text.startswith(("The head ", "Pre-training ")) for text in ours)
+    assert sum(text.startswith("Pre-training ") for text in content["verdicts"]) <= 1
     assert overall[PRETRAINED] < 0.7 * overall["mean_heights"], overall
     assert content["names"] == sorted(content["names"], key=DEPTH_OF_LABEL.__getitem__)
-    for arm in content["surfaces"].values():
-        assert {"ILM"} < set(arm) <= set(content["names"])
+    layers = {f"{a} to {b}" for a in content["names"] for b in content["names"]}
+    for arm in content["by_name"].values():
+        assert {"ILM", ALL} < set(arm) <= {*content["names"], *layers, ALL}
+        assert arm["ILM"]["dice"]["value"] is None is not arm["ILM"]["hd95_um"]["value"]
     assert "labels of a machine, not truth" in text
     assert (folder / "layers.md").read_text() == text + "\n"
     head = LAYERS.open_head(str(trained), StorageOptions())
@@ -148,24 +154,24 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
         picture, own = load_layers(path), lines[lines.row == int(path.stem.removeprefix("row_"))]
         error = boundary_error_um(picture.predicted, picture.truth, picture.spacing[1])
         expected = own.set_index("name").error_um.reindex(picture.names).to_numpy()
-        np.testing.assert_allclose(error, expected, rtol=0.3)
+        np.testing.assert_allclose(error, expected, rtol=0.1)
         assert picture.title.startswith(own.device.iloc[0])
 
 
 def test_the_command_writes_height_maps(world: Path, trained: Path, tmp_path: Path) -> None:
-    """Of every row of the store, each with the surfaces of the head."""
-    words = ["--rows", "all", "--format", "heightmap", "--out", str(tmp_path)]
+    """Of every scan of the store, each with the surfaces of the head."""
+    words = ["--files", str(world / "tree" / "retinal_oct"), "--format", "heightmap", "--out", str(tmp_path)]
     assert predict_command.main(["--checkpoint", str(trained), *words]) == 0
     lines = [json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines()]
     kept = PreparedStore.open(config(world).data.store).index.query("status == 'kept'")
-    assert [line["path"] for line in lines] == kept.path.tolist()
+    assert [line["path"] for line in lines] == [str(world / "tree" / path) for path in kept.path]
     assert all(Path(line["file"]).is_file() for line in lines)
     assert set(lines[0]) - {"anonymous"} == documented("files", "layers")
-    row, shape = str(kept.index[0]), tuple(int(kept.iloc[0][f"shape_before_{a}"]) for a in "dhw")
+    path, shape = lines[0]["path"], tuple(int(kept.iloc[0][f"shape_before_{a}"]) for a in "dhw")
     surfaces = read_stated_heights(lines[0]["file"]).values
     for form in ("npz", "nifti"):  # the same surfaces, and the layers between them
         out = tmp_path / form
-        words = ["--checkpoint", str(trained), "--rows", row, "--format", form, "--out", str(out)]
+        words = ["--checkpoint", str(trained), "--files", path, "--format", form, "--out", str(out)]
         assert predict_command.main(words) == 0
         line = json.loads((out / "segments.jsonl").read_text())
         assert line["thickness_um"] == pytest.approx(lines[0]["thickness_um"], rel=1e-5)
@@ -286,27 +292,30 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     monkeypatch.setattr(Planes, "predict", shifted(world, offsets))
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
-    assert content["overall"][PRETRAINED]["value"] == pytest.approx(48, rel=0.03)
-    assert content["overall"][RANDOM]["value"] == pytest.approx(96, rel=0.03)
-    assert content["difference"]["ratio"] == pytest.approx(0.5, rel=0.03)
-    assert content["difference"]["ci95"] == pytest.approx([48, 48], rel=0.03)
+    assert 48 < content["overall"][PRETRAINED]["value"] < 49.2  # three phantoms: 48.7, 49.0, 49.1
+    assert 96 < content["overall"][RANDOM]["value"] < 97.2
+    assert content["against"][RANDOM]["ci95"] == pytest.approx([48, 48], abs=0.05)
     people, start = content["n_participants"], "Pre-training against random initialisation: cannot say, "
     flips = f"because an exact test by sign flips gives p {2 ** (1 - people):.3g}"
-    assert content["verdict"].startswith(f"{start}{flips}")
-    assert f"{people} participants could have shown no difference, however large." in content["verdict"]
-    fewest = min(part["error_um"]["people"] for part in content["surfaces"][RANDOM].values())
+    (verdict,) = (text for text in content["verdicts"] if text.startswith(f"{start}{flips}"))
+    assert f"{people} participants could have shown no difference, however large." in verdict
+    fewest = min(
+        cell["people"] for of in content["by_name"][RANDOM].values() for cell in of.values() if cell["people"]
+    )
     (caution,) = content["cautions"]  # of the number that rests on the fewest
     assert caution.startswith(f"{fewest} participants are too few: below 12")
     assert f"**{caution}**" in (tmp_path / "layers.md").read_text()
     assert caution in layers_tables(content)[0].note
     lines = pd.read_parquet(tmp_path / "surfaces.parquet")
     of_arm = lines[(lines.arm == PRETRAINED) & (lines.what == "surface")]
-    assert (of_arm.hd95_um <= 75).all()
+    assert of_arm.hd95_um.between(48, 70).all()  # 55 to 68
     # a shift changes no thickness: the sectors are the device's own, but for what the coarse grid flattens
     sectors = pd.read_csv(tmp_path / "etdrs.csv")
     assert set(SECTORS) < set(sectors.columns)
     assert sectors.centre.notna().any()
-    assert max(content["etdrs"][PRETRAINED].values()) < 6  # the device's holes and rim are filled
+    apart = content["etdrs"][PRETRAINED]  # the device's holes and rim are filled
+    assert apart.pop("retina") < 5.5
+    assert max(apart.values()) < 2.6
 
 
 def test_the_page_says_on_what_it_was_measured(
@@ -324,7 +333,7 @@ def test_the_page_says_on_what_it_was_measured(
     assert "**Measured on the grid of the store, against labels laid on it, not at the scans' own" in text
     assert str(place) in text
     for arm, part in own["overall"].items():
-        assert content["overall"][arm]["value"] == pytest.approx(part["value"], rel=0.3)
+        assert content["overall"][arm]["value"] == pytest.approx(part["value"], rel=0.03)
         assert content["overall"][arm]["value"] != part["value"]
 
 
@@ -362,27 +371,24 @@ def test_people_whose_surfaces_no_training_volume_has(
     monkeypatch.setattr(Planes, "predict", shifted(world, {id(alone.arms[0].decoder): 1.0}))
     text = evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
-    assert content["difference"] == {
-        "against": "mean_heights",
-        "value": None,
-        "ci95": None,
-        "people": 0,
-        "ratio": None,
-    }
-    assert "no participant has an error of both pre-trained encoder and mean heights" in text
-    assert "Boundary error is" not in text
+    assert content["against"] == {MEAN: {"value": None, "ci95": None, "people": 0, "better": 0}}
+    assert (
+        "No difference from mean heights of the training volumes can be shown: no participant has a value of"
+        in text
+    )
     lines = pd.read_parquet(evaluated[0] / "surfaces.parquet")
-    lines = lines[lines.arm != RANDOM].assign(error_um=lines.arm.map({PRETRAINED: 2.0, "mean_heights": 8.0}))
+    lines = lines[~lines.arm.isin([RANDOM, ALONE])].assign(
+        error_um=lines.arm.map({PRETRAINED: 2.0, "mean_heights": 8.0})
+    )
     lost = lines.person_id == lines.person_id.iloc[0]
     lines.loc[lost & (lines.arm == "mean_heights"), "error_um"] = np.nan
     lines.loc[lost & (lines.arm == PRETRAINED), "error_um"] = 50.0
     answered = answer(LAYERS, Examined(head.cfg, volumes_of(world), alone, lines, {}))
-    assert answered["difference"]["ratio"] == pytest.approx(0.25)
-    assert answered["difference"]["people"] == answered["n_participants"] - 1
-    assert answered["verdict"].startswith(
-        "The head "
-    )  # no random encoder: no word of what pre-training gains
-    assert answered["verdict"].endswith(NOT_ASKED)
+    assert answered["against"][MEAN]["value"] == 6
+    assert answered["against"][MEAN]["people"] == answered["n_participants"] - 1
+    (verdict, other) = answered["verdicts"]
+    assert verdict.startswith("The head ")  # no random encoder: no word of what pre-training gains
+    assert other == NOT_ASKED
     assert "labels of a machine" in markdown(LAYERS, answered | {"overlap": 0, "look": None})
     monkeypatch.setattr(StoredHeights, "source", OF_LABELS)  # a person's, say
     lines = lines.assign(arm=lines.arm.replace("device", "labels"))
@@ -400,7 +406,7 @@ def test_decoders_claim_nothing_of_a_cohort_without_a_difference(world: Path, pe
     examined = Examined(cfg, None, None, pd.DataFrame(), {})  # type: ignore[arg-type]  # a gain asks for people
     examined.__dict__["people"] = [f"p{n}" for n in range(people)]
     gains = np.random.default_rng(people).normal(size=(200, people))
-    sentences = [examined.gain(gains_P, "random initialisation", "Dice", "")[1] for gains_P in gains]
+    sentences = [examined.gain(gains_P, "random initialisation", "Dice")[1] for gains_P in gains]
     claims = [text for text in sentences if re.match("Pre-training (beats|is worse)", text)]
     assert len(claims) < 0.07 * len(gains)
 
@@ -426,11 +432,10 @@ def test_devices_share_surfaces_by_name(world: Path) -> None:
     row = int(index.index[index.device == "zeiss_cirrus"][0])
     is_marked = ~np.isnan(volumes.read(row)).all(axis=(1, 2))
     assert [n for n, marked in zip(volumes.names, is_marked, strict=True) if marked] == ["ILM", "RPE"]
-    assert volumes.layers(row) == {"ILM to RPE": (0, 8)}
-    assert volumes.retina(row) == (0, 8)
+    assert volumes.layers(row) == {"ILM to RPE": (0, 8), "retina": (0, 8)}
     other = int(index.index[index.device == "topcon_triton"][0])
     assert "OPL to ELM" in volumes.layers(other)
-    assert volumes.retina(other) == (0, 9)
+    assert volumes.layers(other)["retina"] == (0, 9)
     people = [set(volumes.people(fold)) for fold in (TRAIN, VAL, EVALUATED)]
     assert not people[0] & people[1]
     assert not people[0] & people[2]
@@ -801,6 +806,55 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
     assert line["etdrs_um"] is None or set(line["etdrs_um"]["retina"]) == set(SECTORS)
     assert set(line) == documented("surfaces")
     assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("kind", ["dicom", "nifti"])
+def test_arrays_and_the_fovea_lie_as_the_file_does(
+    world: Path, trained: Path, tmp_path: Path, kind: str
+) -> None:
+    """A scan in two files, whose frames or axes the reader brings into one order: each A-scan has the same
+    surfaces, and the same fovea is given and found.
+    """
+    path = next((world / "tree" / "retinal_oct").rglob("*.dcm"))
+    header, frames = open_record(unknown_record(str(path)), StorageOptions())
+    (depth, height, width), step = header.shape, 1 if kind == "dicom" else -1
+    order, files = list(range(depth)), [path, tmp_path / "turned" / path.name]
+    if kind == "dicom":
+        order = interleaved(*files)
+    else:
+        files = [tmp_path / "a.nii", tmp_path / "b.nii"]
+        turned, voxels_WHD = np.diag([-1.0, -1, 1, 1]), np.stack(list(frames)).transpose(2, 1, 0)
+        turned[:2, 3] = width - 1, height - 1
+        affine = np.diag([-mm for mm in header.spacing_mm[::-1]] + [1.0])
+        pairs = (voxels_WHD, affine), (voxels_WHD[::-1, ::-1], affine @ turned)
+        for file, pair in zip(files, pairs, strict=True):
+            image = nib.Nifti1Image(*pair)
+            image.header.set_xyzt_units("mm")
+            nib.save(image, file)
+            file.with_suffix(".yaml").write_text("laterality: R\nprotocol: macula\n")
+    lines, rows_SDW = [], []
+    for number, (file, fovea) in enumerate([(files[0], "5,3"), (files[1], f"{order.index(5)},{3 * step}")]):
+        fovea = fovea.replace("-3", str(width - 4))
+        for name, more in (("given", ["--fovea", fovea]), ("found", [])):
+            out = tmp_path / f"{number}{name}"
+            words = ["--checkpoint", str(trained), "--out", str(out), "data.workers=0", *more]
+            assert predict_command.main([*words, "--files", str(file)]) == 0
+            lines.append(json.loads((out / "predictions.jsonl").read_text()))
+        assert lines[-2]["fovea"] == [float(place) for place in fovea.split(",")]
+        with np.load(out / lines[-1]["arrays"]) as arrays:
+            rows_SDW.append(arrays["rows"])
+    first, second = rows_SDW
+    expected = first[:, order] if step > 0 else height - 1 - first[..., ::-1]
+    np.testing.assert_allclose(second, expected, atol=1e-3)
+    assert not np.array_equal(first, expected)  # so the order shows
+    for name in ("etdrs_um", "thickness_um"):
+        for own, other in zip(lines[2:], lines[:2], strict=True):
+            pair = (pd.json_normalize(line[name]).to_numpy(float) for line in (own, other))
+            np.testing.assert_allclose(*pair, atol=0.01)
+    assert lines[0]["etdrs_um"] != lines[1]["etdrs_um"]
+    (down, across), place = lines[1]["fovea"], lines[3]["fovea"]
+    assert order[round(place[0])] == round(down)
+    assert place[1] == pytest.approx(across if step > 0 else width - 1 - across, abs=0.02)
 
 
 @pytest.mark.parametrize("is_flipped", [False, True])

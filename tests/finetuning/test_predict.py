@@ -222,7 +222,6 @@ def test_occlusion_takes_the_place_of_the_map(
             ["--format", "png"],
             "a head of segmentation or layers with --format png, found one of head",
         ),
-        ("head", [], "--rows: expected with --format, found none"),
         ("layers", ["--occlusion"], "--occlusion: expected a head of labels, found one of layers"),
     ],
 )
@@ -231,4 +230,4 @@ def test_options_that_a_head_does_not_have(
 ) -> None:
     monkeypatch.setattr(run_module, "head_kind", lambda *_: kind)
     with pytest.raises(UserError, match=message):
-        main(["--checkpoint", str(tmp_path), "--rows", "all", "--out", str(tmp_path), *words])
+        main(["--checkpoint", str(tmp_path), "--files", "a.nii", "--out", str(tmp_path), *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ import pytest
 
 from data_setup.index.visit import visit_date_of
 from data_setup.manifest import unknown_record
+from data_setup.readers.dicom import OCTHeader
 from data_setup.resample import NEAREST
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import by_eye
+from finetuning.dense.layers.volumes import layers_of
 from finetuning.embedding.scans import Places, Scan, find_scans, version_of
 from finetuning.embedding.volumes import Reject, ScanFile, Volume
 from finetuning.prediction.agreement import bland_altman, write_agreement
 from finetuning.prediction.cautions import NO_ANSWER
-from finetuning.prediction.files import between, layers_between, sizes
+from finetuning.prediction.files import between, sizes
 from finetuning.prediction.labels import decided
 from finetuning.prediction.study import write_study
 from finetuning.prediction.thickness import NOT_GIVEN, measured, read_foveas
@@ -140,6 +143,22 @@ def pit(shape: tuple[int, int] = (61, 121), depth: float = 100.0) -> np.ndarray:
 RASTER: dict[str, Any] = {"spacing_before_d": 0.1, "spacing_before_h": 0.004, "spacing_before_w": 0.05}
 RASTER |= {"flipped_d": False, "path": "x/eye.nii", "laterality": "R", "region": None, "protocol": None}
 SURFACES = ("ILM", "IPL", "BM")
+HEADER = OCTHeader(
+    *(
+        "x/eye.nii",
+        (61, 200, 121),
+        (0.1, 0.004, 0.05),
+        "root",
+        False,
+        "assumed",
+        None,
+        None,
+        "R",
+        "",
+        "NIfTI",
+    ),
+    *(8, False, (1.0, 0.0)),
+)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +180,7 @@ def test_sectors_of_any_raster_whose_fovea_is_known(
 ) -> None:
     """And the reason where there are none."""
     fields, rows = RASTER | facts, pit(depth=depth)
-    line = measured(rows[:, ::-1] if fields["flipped_d"] else rows, SURFACES, fields)
+    line = measured(rows[:, ::-1] if fields["flipped_d"] else rows, SURFACES, HEADER, fields)
     assert line["thickness_um"]["retina"] == pytest.approx(
         4 * float((rows[2] - rows[0]).mean(dtype=float)), rel=1e-4
     )
@@ -181,13 +200,21 @@ def test_a_fovea_that_somebody_gives(tmp_path: Path) -> None:
     table.write_text("scan,b_scan,a_scan\neye.nii,33,58\n")
     disc = RASTER | {"region": "Optic Disc"}
     for word, place in (("33,58", [33, 58]), (str(table), [33, 58]), ("centre", [30, 60])):
-        line = measured(pit(), SURFACES, disc, read_foveas(word, 1, OPTIONS))
+        line = measured(pit(), SURFACES, HEADER, disc, read_foveas(word, 1, OPTIONS))
         assert (line["fovea"], line["fovea_source"]) == (place, "given")
         assert set(line["etdrs_um"]["retina"]) == set(SECTORS)
-    outside = measured(pit(), SURFACES, disc, read_foveas("99,1", 1, OPTIONS))
+    # frames of which the even ones come first, and A-scans from the other side
+    order = (*range(0, 61, 2), *range(1, 61, 2))
+    turned = replace(HEADER, order=tuple(np.argsort(order).tolist()), steps_hw=(1, -1))
+    own = measured(pit()[:, order, ::-1], SURFACES, turned, disc, read_foveas("47,62", 1, OPTIONS))
+    assert own == measured(pit(), SURFACES, HEADER, disc, read_foveas("33,58", 1, OPTIONS)) | {
+        "fovea": [47, 62]
+    }
+    outside = measured(pit(), SURFACES, HEADER, disc, read_foveas("99,1", 1, OPTIONS))
     assert outside["etdrs_message"] == "expected a fovea inside the scan, found it outside"
     assert (
-        measured(pit(), SURFACES, disc | {"path": "z"}, read_foveas(str(table), 9, OPTIONS))["fovea"] is None
+        measured(pit(), SURFACES, HEADER, disc | {"path": "z"}, read_foveas(str(table), 9, OPTIONS))["fovea"]
+        is None
     )
     table.write_text("scan,b_scan,a_scan\neye.nii,33,-1\n")
     for word, message in (
@@ -304,7 +331,7 @@ def test_agreement_with_drawn_surfaces(tmp_path: Path, capsys: pytest.CaptureFix
             surfaces=f"{tmp_path}/{number}.npz",
         )
         lines.append({"path": path, "status": "kept", "surfaces": list(SURFACES)})
-        lines[-1] |= measured(drawn, SURFACES, RASTER | {"path": path})
+        lines[-1] |= measured(drawn, SURFACES, HEADER, RASTER | {"path": path})
     lines.append({"path": "other", "status": "kept", "surfaces": list(SURFACES)})
     write_agreement(str(tmp_path), lines, scans, NOT_GIVEN, OPTIONS)
     table = pd.read_csv(tmp_path / "agreement.csv")
@@ -335,7 +362,7 @@ def test_layers_between_surfaces_are_classes() -> None:
     rows = np.array([[[1.0, 0.5]], [[2.5, 3.0]], [[4.0, np.nan]]], np.float32)
     labels = between(rows, 6)
     assert labels[0].T.tolist() == [[0, 1, 1, 2, 0, 0], [0, 1, 1, 0, 0, 0]]
-    assert layers_between(SURFACES) == ["ILM to IPL", "IPL to BM"]
+    assert [*layers_of(SURFACES)] == ["ILM to IPL", "IPL to BM", "retina"]
 
 
 def test_lesions_are_parts_that_do_not_touch() -> None:

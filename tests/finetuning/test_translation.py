@@ -22,12 +22,13 @@ from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.dense.evaluation import evaluate
-from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
+from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
 from finetuning.dense.translation.baseline import StructuralProjection, first_bright_row
 from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
-from finetuning.dense.translation.kind import PROJECTION, TRANSLATION, l1, measure, ssim
+from finetuning.dense.translation.kind import TRANSLATION, l1, measure, ssim
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
+from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
 from tests.support.heights_factory import config, dense_overrides
@@ -86,16 +87,16 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
     content = json.loads((tmp_path / "translation.json").read_text())
     assert list(content["overall"]) == [PRETRAINED, RANDOM, ALONE, PROJECTION]
     assert content["names"] == ["superficial", "deep", "outer_retina", "choriocapillaris"]
-    assert set(content["differences"]) == {RANDOM, ALONE, PROJECTION}
+    assert set(content["against"]) == {RANDOM, ALONE, PROJECTION}
     volumes = volumes_of(world)
     for name, grey in zip(volumes.names, mean_greys(volumes, TRAIN), strict=True):
         images = [volumes.read(int(r))[volumes.names.index(name)] for r in volumes.of(EVALUATED)]
         constant = np.mean([np.abs(image - grey).mean() for image in images if not np.isnan(image).all()])
-        assert content["slabs"][PRETRAINED][name]["l1"]["value"] < 1.3 * constant, name
+        assert content["by_name"][PRETRAINED][name]["l1"]["value"] < 1.3 * constant, name
     lines = pd.read_parquet(tmp_path / "slabs.parquet")
     by_person = lines.groupby(["arm", "person_id", "row"]).ssim.mean().groupby(["arm", "person_id"]).mean()
     of_arm = by_person.groupby("arm").mean()
-    for other, gained in content["differences"].items():
+    for other, gained in content["against"].items():
         assert gained["value"] == pytest.approx(of_arm[PRETRAINED] - of_arm[other])
     assert len(lines) == 4 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
     text = (tmp_path / "translation.md").read_text()
@@ -280,3 +281,8 @@ def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_pa
         assert np.nanmin(slab) >= 0
         assert np.nanmax(slab) <= 1
     assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
+    order = interleaved(path, other := tmp_path / "turned" / path.name)
+    assert predict_command.main([*words[:2], "--out", str(tmp_path / "b"), *words[4:6], str(other)]) == 0
+    second = json.loads((tmp_path / "b" / "predictions.jsonl").read_text())
+    with np.load(tmp_path / "b" / second["arrays"]) as arrays:
+        np.testing.assert_array_equal(arrays["slabs"], slabs[:, order])

@@ -109,11 +109,11 @@ def layers_tables(answer: Mapping[str, Any]) -> list[Table]:
     arms = list(answer["overall"])
     rows = [["all surfaces", *(estimate(answer["overall"][arm], ".2f") for arm in arms)]]
     for name in answer["names"]:
-        found_by = [answer["surfaces"].get(arm, {}).get(name) for arm in arms]
+        found_by = [(answer.get("by_name") or answer["surfaces"]).get(arm, {}).get(name) for arm in arms]
         rows.append([name, *(estimate(part and part["error_um"], ".2f") for part in found_by)])
     title = f"{answer['title']}: mean boundary error, um, {answer['n_volumes']} volumes"
     header = ["surface", *(arm.replace("_", " ") for arm in arms)]
-    note = " ".join([answer["verdict"], *answer.get("cautions", [])])  # answers of before had none
+    note = " ".join([*(answer.get("verdicts") or [answer["verdict"]]), *answer.get("cautions", [])])
     return [Table(title, header, rows, note, bold=(0,))]
 
 

@@ -22,9 +22,8 @@ from torch import nn
 
 from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
-from finetuning.dense.head import LABELS as ARM_LABELS
-from finetuning.dense.head import LOCAL, PRETRAINED, RANDOM, DenseHead
+from finetuning.dense.examined import Examined
+from finetuning.dense.head import DEVICE, DRAWN, MEAN, PRETRAINED, DenseHead, label
 from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.layers.decoder import surface_loss
 from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
@@ -36,16 +35,14 @@ from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_to
 from utils import storage
 from utils.report.volumes import LayersPicture, save_layers
 from utils.runtime.single import Runtime
-from utils.tables import Table, number, two_cells
+from utils.tables import Table, number
 
 OF_ALL = ""  # the protocol of mean_heights that stands for every other
-MEAN = "mean_heights"
 SURFACE, LAYER, SECTOR = "surface", "layer", "sector"  # what a line is of
 NO_LAYER = ""  # of a line of SECTOR that says why there are no sectors
-LABELS = {**ARM_LABELS, MEAN: "mean heights of the training volumes"}
-TRUTHS = {  # LayerVolumes.truth -> what the page says of it
-    "device": "Heights are what a device's software drew: labels of a machine, not truth.",
-    "labels": "Heights are the files of label_surfaces, by whoever drew those.",
+WHOSE = {  # LayerVolumes.truth -> what the page says of it
+    DEVICE: "Heights are what a device's software drew: labels of a machine, not truth.",
+    DRAWN: "Heights are the files of label_surfaces, by whoever drew those.",
 }
 NOTES = (
     "Errors are means over A-scans, then over a participant's volumes, then over participants; intervals "
@@ -137,17 +134,17 @@ def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) ->
         for place in volumes.marked(row)
     ]
     for name, pair in volumes.layers(row).items():
-        dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
-        lines.append({"what": LAYER, "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
+        if name != RETINA:
+            dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
+            lines.append({"what": LAYER, "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
     return lines
 
 
 def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line]:
     """ETDRS lines of a volume, one a layer and one for the whole retina; else one that says why not."""
     record, (d_mm, h_mm, w_mm) = volumes.store.index.loc[row], volumes.spacing_mm(row)
-    retina = volumes.retina(row)
-    pairs = volumes.layers(row) | ({} if retina is None else {RETINA: retina})
-    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs.items()}
+    pairs = volumes.layers(row).items()
+    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs}
     facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     try:
         tables = etdrs_tables(um, record, (d_mm, w_mm))
@@ -177,36 +174,10 @@ def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
     return means.reset_index()
 
 
-def answer(examined: Examined[LayerVolumes]) -> Content:
-    """Errors of each arm, and of its surfaces and layers; what pre-training gains, or the head, where no
-    random initialisation was trained.
-    """
-    surfaces, layers = (examined.lines[examined.lines.what == what] for what in (SURFACE, LAYER))
-    overall = {arm: examined.per_person(surfaces, arm, "error_um") for arm in [*examined.arms, MEAN]}
-    against = RANDOM if RANDOM in overall else MEAN
-    gain = overall[against] - overall[PRETRAINED]
-    nothing = (
-        f"No difference can be shown: no participant has an error of both {LABELS[PRETRAINED]} and "
-        f"{LABELS[against]}."
-    )
-    first, asked = ("Pre-training", "") if against == RANDOM else (HEAD, f" {NOT_ASKED}")
-    saved = "boundary error saved in um"
-    gained, words = examined.gain(gain, LABELS[against], saved, nothing, first)
-    free = None
-    if against == RANDOM:  # else mean heights are the only row without an encoder
-        free, asked = examined.against_free(overall, -1, (*LOCAL, MEAN), saved)
-    both = ~np.isnan(gain)  # mean heights know no surface that no training volume has
-    ratio = float(overall[PRETRAINED][both].mean() / overall[against][both].mean()) if both.any() else None
-    return {
-        "overall": {name: examined.estimate(values) for name, values in overall.items()},
-        "surfaces": examined.by_name(surfaces, ("error_um", "hd95_um")),
-        "layers": examined.by_name(layers, ("dice", "iou")),
-        "truth": examined.volumes.truth,
-        "etdrs": _agreement(by_eye(examined.lines), examined.arms, examined.volumes.truth),
-        "difference": {"against": against, **gained, "ratio": ratio},
-        "against_free": free,
-        "verdict": words + asked,
-    }
+def more(examined: Examined[LayerVolumes]) -> Content:
+    """Who drew the heights, and how near the sectors of each arm are to theirs."""
+    truth = examined.volumes.truth
+    return {"truth": truth, "etdrs": _agreement(by_eye(examined.lines), examined.arms, truth)}
 
 
 def _agreement(sectors: pd.DataFrame, arms: Sequence[str], truth: str) -> dict[str, dict[str, Any]]:
@@ -253,39 +224,12 @@ def drawn(volumes: LayerVolumes) -> list[int]:
     return list(map(int, index.groupby("device").row.first()))
 
 
-def points(content: Content) -> list[str]:
-    """Who drew the heights, and how large the error is beside another arm's."""
-    difference = content["difference"]
-    if difference["ratio"] is None:
-        return [TRUTHS[content["truth"]]]
-    return [
-        TRUTHS[content["truth"]],
-        f"Boundary error is {difference['ratio']:.2f} of that of {LABELS[difference['against']]} in "
-        f"the {difference['people']} participants who have both.",
-    ]
-
-
 def tables(content: Content) -> list[Table]:
-    """Of the arms, of surfaces and layers, and of the sectors."""
-    arms = list(content["overall"])
-    means = [[LABELS[arm], *two_cells(entry, ".2f")] for arm, entry in content["overall"].items()]
-    result = [Table("Mean boundary error, um", ["", "error", "95 % interval"], means)]
-    header = ["", *(LABELS[arm] for arm in arms)]
-    for title, part, column, form in (
-        ("Boundary error by surface, um", "surfaces", "error_um", ".2f"),
-        ("HD95 by surface, um", "surfaces", "hd95_um", ".1f"),
-        ("Dice by layer", "layers", "dice", ".3f"),
-        ("IoU by layer", "layers", "iou", ".3f"),
-    ):
-        rows = []
-        for name in content[part][arms[0]]:
-            cells = [content[part].get(arm, {}).get(name, {}).get(column) for arm in arms]
-            rows.append([name, *(number(None if c is None else c["value"], form) for c in cells)])
-        result.append(Table(title, header, rows))
+    """Of the sectors."""
     own = content["etdrs"]
     rows = [[name, *(number(own[arm][name], ".1f") for arm in own)] for name in own[PRETRAINED]]
     title = f"ETDRS sectors: mean difference from the {content['truth']}, um"
-    return [*result, Table(title, ["", *(LABELS[arm] for arm in own)], rows)]
+    return [Table(title, ["", *map(label, own)], rows)]
 
 
 LAYERS = Kind(
@@ -301,12 +245,19 @@ LAYERS = Kind(
     state=state,
     title="Surfaces of the retina",
     measure=measure,
-    answer=answer,
-    tables=tables,
+    columns={
+        "error_um": ("Boundary error, um", ".2f"),
+        "hd95_um": ("HD95, um", ".1f"),
+        "dice": ("Dice of layers", ".3f"),
+        "iou": ("IoU of layers", ".3f"),
+    },
+    gain=(-1, "boundary error saved in um"),
     write=write,
     notes=NOTES,
     baselines=baselines,
     drawn=drawn,
-    points=points,
+    more=more,
+    points=lambda content: [WHOSE[content["truth"]]],
+    tables=tables,
     keys=("mean_heights",),
 )

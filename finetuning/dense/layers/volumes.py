@@ -67,16 +67,19 @@ class LayerVolumes(DenseVolumes):
         return frozenset(self.names[place] for place in self.marked(row))
 
     def layers(self, row: int) -> dict[str, tuple[int, int]]:
-        """Name -> (upper, lower) places of the layers between neighbouring surfaces of the row."""
-        return {f"{self.names[a]} to {self.names[b]}": (a, b) for a, b in pairwise(self.marked(row))}
+        """As `layers_of`, of the surfaces that are marked in the row."""
+        return layers_of(self.names, self.marked(row))
 
-    def retina(self, row: int) -> tuple[int, int] | None:
-        """(upper, lower) places of the whole retina; None where its borders are no surfaces of the row."""
-        own = [self.names[place] for place in self.marked(row)]
-        lower = next((name for name in OUTER if name in own), None)
-        if "ILM" not in own or lower is None:
-            return None
-        return self.names.index("ILM"), self.names.index(lower)
+
+def layers_of(names: Sequence[str], marked: Sequence[int] | None = None) -> dict[str, tuple[int, int]]:
+    """Name -> (upper, lower) places of the layers between neighbouring surfaces, and last of the retina where
+    its borders are among them. `marked`: places of the surfaces that are there, else all.
+    """
+    marked = range(len(names)) if marked is None else marked
+    place = {names[n]: n for n in marked}
+    pairs = {f"{names[a]} to {names[b]}": (a, b) for a, b in pairwise(marked)}
+    outer = next((place[name] for name in OUTER if name in place), None)
+    return pairs | ({RETINA: (place["ILM"], outer)} if "ILM" in place and outer is not None else {})
 
 
 def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:

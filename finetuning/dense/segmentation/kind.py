@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import NOT_ASKED, Examined
-from finetuning.dense.head import LABELS, LOCAL, PRETRAINED, RANDOM
+from finetuning.dense.examined import Examined
+from finetuning.dense.head import PRETRAINED
 from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.segmentation.lesions import count_lesions
 from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
 from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
 from utils.config.schema import Config
 from utils.runtime.single import Runtime
-from utils.tables import Table, number, two_cells
 
 NOTES = (
     "Dice is of one volume. A volume whose labels have none of a class has no Dice "
@@ -36,11 +35,6 @@ NOTES = (
     "Means are over a participant's volumes, then over participants; intervals resample participants.",
 )
 NL_OF_MM3 = 1000
-LESION_COLUMNS = {  # of a line -> its title
-    "error_nl": "error of volume, nl",
-    "sensitivity": "share of lesions found",
-    "false_lesions": "false ones a volume",
-}
 log = logging.getLogger(__name__)
 
 
@@ -103,65 +97,19 @@ def measure(volumes: ClassVolumes, row: int, predicted: np.ndarray, arm: str) ->
     return lines
 
 
-def answer(examined: Examined[ClassVolumes]) -> Content:
-    """Dice of each arm, and of its classes; what pre-training gains."""
-    lines = examined.lines
-    overall = {arm: examined.per_person(lines, arm, "dice") for arm in examined.arms}
-    content: Content = {
-        "labelled_volumes": {
-            str(name): int((part.labelled_mm3 > 0).sum())
-            for name, part in lines[lines.arm == PRETRAINED].groupby("name")
-        },
-        "overall": {name: examined.estimate(values) for name, values in overall.items()},
-        "classes": examined.by_name(lines, ("dice", "absent_mm3", *LESION_COLUMNS)),
-        "lesions": {
-            str(n): int(part.lesions.sum()) for n, part in lines[lines.arm == PRETRAINED].groupby("name")
-        },
-        "difference": None,
-        "verdict": NOT_ASKED,
+def more(examined: Examined[ClassVolumes]) -> Content:
+    """How many volumes have each class, and how many lesions of it."""
+    lines = examined.lines[examined.lines.arm == PRETRAINED]
+    return {
+        "labelled_volumes": {n: int((part.labelled_mm3 > 0).sum()) for n, part in lines.groupby("name")},
+        "lesions": {n: int(part.lesions.sum()) for n, part in lines.groupby("name")},
     }
-    if RANDOM in overall:
-        nothing = "No difference can be shown: no participant has a Dice."
-        gained = overall[PRETRAINED] - overall[RANDOM]
-        difference, content["verdict"] = examined.gain(gained, LABELS[RANDOM], "mean Dice", nothing)
-        content["difference"] = {"against": RANDOM, **difference}
-        content["against_free"], above = examined.against_free(overall, 1, LOCAL, "mean Dice")
-        content["verdict"] += above
-    return content
 
 
-def tables(content: Content) -> list[Table]:
-    """Of the arms, and of the classes."""
-    overall, header, rows = content["overall"], ["", "volumes with it"], []
-    for arm in overall:
-        header += [f"{LABELS[arm]}: Dice", "95 % interval", "mm3 where there is none"]
-    for name in content["names"]:
-        cells = [name, str(content["labelled_volumes"][name])]
-        for arm in overall:
-            of_class = content["classes"][arm][name]
-            cells += [*two_cells(of_class["dice"]), number(of_class["absent_mm3"]["value"], ".4f")]
-        rows.append(cells)
-    means = [[LABELS[arm], *two_cells(entry)] for arm, entry in overall.items()]
+def points(content: Content) -> list[str]:
     return [
-        Table("Mean Dice", ["", "Dice", "95 % interval"], means),
-        Table("By class", header, rows),
-        *_lesion_tables(content),
-    ]
-
-
-def _lesion_tables(content: Content) -> list[Table]:
-    """Volume and lesions of each class, a line an arm; none of an answer of before."""
-    header = ["", *(f"{title}{end}" for title in LESION_COLUMNS.values() for end in ("", ", 95 % interval"))]
-    return [
-        Table(
-            f"{name}: {content['lesions'][name]} lesions",
-            header,
-            [
-                [LABELS[arm], *(cell for c in LESION_COLUMNS for cell in two_cells(of_arm[name][c], ".2f"))]
-                for arm, of_arm in content["classes"].items()
-            ],
-        )
-        for name in content.get("lesions", ())
+        f"{name}: {content['labelled_volumes'][name]} volumes with it, {content['lesions'][name]} lesions."
+        for name in content["names"]
     ]
 
 
@@ -182,9 +130,17 @@ SEGMENTATION = Kind(
     state=stored_values,
     title="Classes of voxels",
     measure=measure,
-    answer=answer,
-    tables=tables,
+    columns={
+        "dice": ("Dice", ".3f"),
+        "absent_mm3": ("mm3 seen where there is none", ".4f"),
+        "error_nl": ("Error of volume, nl", ".2f"),
+        "sensitivity": ("Share of lesions found", ".2f"),
+        "false_lesions": ("False lesions a volume", ".2f"),
+    },
+    gain=(1, "mean Dice"),
     write=write,
     notes=NOTES,
+    more=more,
+    points=points,
     background=1,
 )

@@ -21,19 +21,15 @@ from torch import nn
 
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import HEAD, NOT_ASKED, Examined
-from finetuning.dense.head import LABELS as ARM_LABELS
-from finetuning.dense.head import PRETRAINED, RANDOM, DenseHead
+from finetuning.dense.examined import Examined
+from finetuning.dense.head import DEVICE, PROJECTION, DenseHead, label
 from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.translation.baseline import StructuralProjection
 from finetuning.dense.translation.decoder import OUTPUTS, SlabPlanes, slab_loss
 from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from utils import storage
 from utils.runtime.single import Runtime
-from utils.tables import Table, two_cells
 
-PROJECTION, DEVICE = "structural_projection", "device"
-LABELS = {**ARM_LABELS, PROJECTION: "projection of the structural scan", DEVICE: "device"}
 WINDOW = 7  # pixels of SSIM, where the field is as long
 NOTES = (
     "Slabs are what a device's software projected: images of a machine, not truth. Capillaries that the "
@@ -91,35 +87,6 @@ def measure(volumes: FlowVolumes, row: int, predicted: np.ndarray, arm: str) -> 
     ]
 
 
-def answer(examined: Examined[FlowVolumes]) -> Content:
-    """L1 and SSIM of each arm, and of its slabs; what pre-training gains over each other arm."""
-    lines, metrics = examined.lines, ("l1", "ssim")
-    overall = {
-        arm: {metric: examined.per_person(lines, arm, metric) for metric in metrics}
-        for arm in [*examined.arms, PROJECTION]
-    }
-    content: Content = {
-        "shown": min(examined.drawn),
-        "overall": {
-            arm: {metric: examined.estimate(values) for metric, values in means.items()}
-            for arm, means in overall.items()
-        },
-        "slabs": examined.by_name(lines, metrics),
-        "differences": {},
-        "verdicts": [],
-    }
-    for against in list(overall)[1:]:
-        label = LABELS[against]
-        nothing = f"No difference from {label} can be shown: no participant has an SSIM of both."
-        gained = overall[PRETRAINED]["ssim"] - overall[against]["ssim"]
-        first = "Pre-training" if against == RANDOM else HEAD
-        content["differences"][against], words = examined.gain(gained, label, "mean SSIM", nothing, first)
-        content["verdicts"].append(words)
-    if RANDOM not in overall:
-        content["verdicts"].append(NOT_ASKED)
-    return content
-
-
 def draw_slabs(shown: Mapping[str, np.ndarray], names: Sequence[str], title: str) -> Figure:
     """A row for every slab, a column for every arm; in a row the grey scale of the first one."""
     figure = Figure(figsize=(3.1 * len(shown) + 0.6, 2.6 * len(names) + 0.8), layout="constrained")
@@ -132,7 +99,7 @@ def draw_slabs(shown: Mapping[str, np.ndarray], names: Sequence[str], title: str
             axis.imshow(slabs[place], cmap="gray", vmin=low, vmax=max(high, low + 1e-3), aspect="auto")
             axis.set(xticks=[], yticks=[])
             if place == 0:
-                axis.set_title(LABELS[arm], fontsize=9)
+                axis.set_title(label(arm), fontsize=9)
         row[0].set_ylabel(name.replace("_", " "), fontsize=9)
     figure.suptitle(title, fontsize=10)
     return figure
@@ -150,23 +117,6 @@ def write(examined: Examined[FlowVolumes], content: Content) -> None:
     storage.write_bytes(storage.join(examined.cfg.run.dir, "translation.png"), picture.getvalue())
 
 
-def tables(content: Content) -> list[Table]:
-    """Of the mean over slabs, and of each slab."""
-    header = ["", "L1", "95 % interval", "SSIM", "95 % interval"]
-    parts = {"Mean of the slabs": content["overall"]}
-    for name in content["names"]:
-        of_slab = {arm: content["slabs"][arm].get(name) for arm in content["overall"]}
-        parts[name.replace("_", " ")] = {arm: cells for arm, cells in of_slab.items() if cells is not None}
-    return [
-        Table(
-            title,
-            header,
-            [[LABELS[arm], *two_cells(of["l1"], ".4f"), *two_cells(of["ssim"])] for arm, of in part.items()],
-        )
-        for title, part in parts.items()
-    ]
-
-
 TRANSLATION = Kind(
     name="translation",
     names="slabs",
@@ -180,12 +130,13 @@ TRANSLATION = Kind(
     state=names,
     title="Slabs of flow",
     measure=measure,
-    answer=answer,
-    tables=tables,
+    columns={"ssim": ("SSIM", ".3f"), "l1": ("L1", ".4f")},
+    gain=(1, "mean SSIM"),
     write=write,
     notes=NOTES,
     baselines=baselines,
     drawn=lambda volumes: [int(volumes.of(EVALUATED)[0])],
+    more=lambda examined: {"shown": min(examined.drawn)},
     points=lambda content: [f"translation.png shows volume {content['shown']}, the first evaluated one."],
     per_name=OUTPUTS,
 )

@@ -62,7 +62,7 @@ class Size:
 # validation before the first step and after the last
 ALL = "train.val_every_steps=1000000", "train.use_bf16=true", "wandb.mode=disabled"
 BATCH = "train.global_batch_size=32", "train.per_core_batch_size=32"
-FULL = Size(120, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
+FULL = Size(100, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
 TINY_GRID = "spatial.image_size=[8,64,64]", "data.workers=0"
 TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2, 6)
 
@@ -161,7 +161,10 @@ def truth(folder: Path, size: Size) -> dict[str, Any]:
     words = ["--config", str(folder / "pretrained" / "config.yaml"), f"model.checkpoint={last}"]
     phantom_truth.main([*words, "--control", control])
     result = json.loads((folder / "pretrained" / "truth.json").read_text(encoding="utf-8"))
-    return {"questions": result["questions"], "n_participants": result["n_participants"]}
+    r2 = {
+        f"{asked['name']}, {row['name']}": row["r2"] for asked in result["questions"] for row in asked["rows"]
+    }
+    return {"r2": r2, "questions": result["questions"], "n_participants": result["n_participants"]}
 
 
 def resume(folder: Path, size: Size) -> dict[str, Any]:

@@ -99,6 +99,7 @@ ARMS = (
         (*NO_REGULARISER, *NO_NEIGHBOURS),
     ),
     Arm("device_balanced", "as many volumes of each device", "sampling", ("data.sampling=device_balanced",)),
+    Arm("mean_ascans", "the neighbours' mean A-scans", "neighbours", patch="mean_ascans"),
     Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
 )
 

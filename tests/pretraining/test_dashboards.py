@@ -350,6 +350,4 @@ def test_the_error_of_a_prediction_is_that_of_the_mean_where_it_is_the_mean() ->
     assert error[6] == pytest.approx(4 / (6 / 7))
     assert np.isnan(error[[0, 2, 3, 4, 5, 7]]).all()
     drawn = np.ma.masked_invalid(prediction_map(shown).axes[3].images[0].get_array())
-    assert drawn.compressed() == pytest.approx(
-        [0.0]
-    )  # of the first plane
+    assert drawn.compressed() == pytest.approx([0.0])  # of the first plane

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import phantom_truth
-from benchmarks.data.files import dicom_files, prepared_store
+from benchmarks.accelerator.store import prepared_store
 from benchmarks.evidence.cohorts import make_phantom
 from data_setup import prepare
 from data_setup.loader import PREFETCH, Loader
@@ -107,8 +107,7 @@ def input_pipeline(folder: Path, size: Size, runtime: Runtime, needed: float | N
     """Volumes a second that the loader gives at the recommended grid, and over those that the step takes."""
     four = "train.global_batch_size=4", "train.per_core_batch_size=4", "data.sampling=natural"
     cfg = load_config(RECOMMENDED, [*four, "train.max_steps=1000", *size.grid])
-    scans = dicom_files(folder / "files", {"maestro2_3d_macula_oct_oct": size.scan})["uncompressed"]
-    store = prepared_store(folder / "files", list(scans.values()), cfg, size.volumes)
+    store = prepared_store(folder / "files", cfg, size.scan, size.volumes)
     # as many batches lie ready at the end as at the start, so that none comes for nothing
     ahead = count_loaders(cfg.data.workers) * PREFETCH
     loader = Loader(cfg, store, store.kept, num_steps=WARM_UP + TIMED + ahead)

@@ -40,13 +40,13 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator import steps, whole
-from benchmarks.machine import describe, matmul_peak
+from benchmarks.machine import describe
 from utils.cli import number_from
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.log import setup_logging
 from utils.provenance import git_commit
-from utils.runtime.device_peak import device_peak
+from utils.runtime.device_peak import device_peak, measure_matmul
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
@@ -150,11 +150,11 @@ def _time_is_up(_signum: int, _frame: FrameType | None) -> None:
 
 def device_facts(bench: Bench) -> Values:
     """What the driver tells, and what matrix products reach."""
-    runtime, size = bench.runtime, 1024 if bench.runtime.device.type == "cpu" else 8192
+    runtime = bench.runtime
     sheet = device_peak(runtime.device, runtime.device_kind, use_bf16=True)
     facts: Values = {
-        "matmul_bf16_flops_per_s": matmul_peak(runtime, torch.bfloat16, size),
-        "matmul_float32_flops_per_s": matmul_peak(runtime, torch.float32, size),
+        "matmul_bf16_flops_per_s": measure_matmul(torch.bfloat16, runtime.device),
+        "matmul_float32_flops_per_s": measure_matmul(torch.float32, runtime.device),
         "peak_flops_per_s": sheet.flops_per_s,
         "summary": f", peak: {sheet.source}",
         "cpus": os.cpu_count(),

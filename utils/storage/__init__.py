@@ -272,7 +272,7 @@ def _walk(root: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     skipped: dict[str, list[str]] = {}
-    todo: list[tuple[str, _Above | None]] = [(root, None)]
+    todo: list[tuple[str, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # and the folders above
     while todo:
         folder, above = todo.pop()
         try:
@@ -288,13 +288,14 @@ def _walk(root: str) -> dict[str, int]:
             shown = f"{folder[:200]}..." if is_long else folder
             log.warning("%s: %s: what lies in it is not seen", shown, why)
             continue
-        here = _Above((info.st_dev, info.st_ino), above)
-        if above is not None and here.place in above:
+        here = info.st_dev, info.st_ino
+        if here in above:
             continue
+        inside = above | {here}
         for entry in entries:
             what, size = _look_at(entry)
             if what == "folder":
-                todo.append((entry.path, here))
+                todo.append((entry.path, inside))
             elif what:
                 skipped.setdefault(what, []).append(entry.path)
             else:
@@ -303,19 +304,6 @@ def _walk(root: str) -> dict[str, int]:
         names = ", ".join(map(repr, sorted(paths)[:_NAMED])) + (", ..." if len(paths) > _NAMED else "")
         log.warning("skipped: %s: %d (%s)", what, len(paths), names)
     return sizes
-
-
-class _Above:
-    """A folder of a walk and those above it, by device and number."""
-
-    def __init__(self, place: tuple[int, int], above: _Above | None) -> None:
-        self.place, self.above = place, above
-
-    def __contains__(self, place: tuple[int, int]) -> bool:
-        one: _Above | None = self
-        while one is not None and one.place != place:
-            one = one.above
-        return one is not None
 
 
 def _look_at(entry: os.DirEntry[str]) -> tuple[str, int]:

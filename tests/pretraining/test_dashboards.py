@@ -18,10 +18,8 @@ import torch
 import wandb
 
 from data_setup.loader import LoaderError
-from data_setup.store.reader import PreparedStore
 from pretraining import train as loop
 from pretraining.gauges import examples
-from pretraining.rows import data_counts, open_rows
 from pretraining.run import open_run
 from pretraining.train import train
 from tests.support.model_factory import small_config
@@ -42,7 +40,7 @@ GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text().split("## What t
 ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.startswith("|")]
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
 MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}
-PICTURES, COUNTS = {n for n in MEDIA if n[-1] == "/"}, {n for n in MEDIA if n[-1] != "/"}
+PICTURES = {n for n in MEDIA if n[-1] == "/"}
 MANY_TO_VALIDATE = "pretraining.rows.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
 pytestmark = pytest.mark.usefixtures("small_encoder")
 
@@ -77,20 +75,8 @@ def test_every_declared_panel_has_points_in_both_dashboards(watched: Path) -> No
         assert points, name
         assert all(math.isfinite(value) for value in points), name
         assert name in curves, name
-    for prefix in {*PICTURES, *COUNTS} - {"data/rejects"}:  # this store has none
+    for prefix in PICTURES:
         assert any(key.startswith(prefix) for row in rows for key in row), prefix
-
-
-def test_devices_and_rejects_are_counted(folder: Path) -> None:
-    store = PreparedStore.open(str(folder / "store"))
-    rows = open_rows(pipeline_config(folder), store)
-    assert data_counts(store, rows)["data/rejects"] == {}
-    store.index.loc[rows.official_val[:2], "status"] = "constant_volume"
-    store.index.loc[rows.official_val[2], "status"] = "pending"
-    counts = data_counts(store, rows)
-    assert counts["data/rejects"] == {"constant_volume": 2}
-    assert sum(counts["data/devices"].values()) == len(rows.train)
-    assert set(counts) == COUNTS
 
 
 def test_training_comes_before_validation_on_one_clock(watched: Path) -> None:
@@ -290,7 +276,6 @@ def test_a_run_outlives_weights_and_biases(tmp_path: Path, caplog: pytest.LogCap
         for step in range(2, 6):
             run_log.metrics(step, {"train/loss": 0.5})
         run_log.alert("title", "text")
-        run_log.counts(5, "data/devices", {"a": 1})
         run_log.summary({"best/probe": 0.5})
         run_log.close()
     assert [r.name for r in caplog.records if r.levelno >= logging.WARNING and r.name[:5] != "wandb"] == [

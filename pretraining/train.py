@@ -200,10 +200,9 @@ def validate_at_start(
     run_log: AnyLog,
     examples: Examples,
 ) -> None:
-    """Log what a new run reads and validate it; validate one that owes it."""
+    """Validate a new run, and one that owes it."""
     # Before the first update: the curves begin with weights that no step has moved, and what a signal cut
     # short is of the weights as they were saved.
-    run = validation.run
     if progress.step == 0:
         if (measured := progress.validated(partial(validation, 0))) is not None:
             report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})

@@ -39,8 +39,7 @@ from utils.runtime.single import Runtime, StopRequested
 GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text().split("## What to look at")[1]
 ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.startswith("|")]
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
-MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}
-PICTURES = {n for n in MEDIA if n[-1] == "/"}
+PICTURES = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/)", row[0])}
 MANY_TO_VALIDATE = "pretraining.rows.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
 pytestmark = pytest.mark.usefixtures("small_encoder")
 

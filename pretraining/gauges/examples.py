@@ -18,7 +18,7 @@ from data_setup.loader import Batch, validation_batches
 from data_setup.normalisation import view
 from pretraining.run import Run
 from pretraining.step import predict
-from utils.dashboards.pictures import Forecast, Views, prediction_map, two_views
+from utils.dashboards.pictures import Forecast, prediction_map, two_views
 from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
 from utils.run.log import NoLog, RunLog
 from utils.runtime.single import StopRequested
@@ -70,8 +70,7 @@ class Examples:
 
     def _show_forecasts(self, step: int, trained_on: Batch | None) -> None:
         if trained_on is not None:
-            seen = views(self.run, trained_on)
-            self.run_log.image(step, "views/training", two_views(seen))
+            self.run_log.image(step, "views/training", two_views(*views(self.run, trained_on)))
         for forecast in forecasts(self.run, step):
             device = forecast.seen.title.split(",")[0]
             self.run_log.image(step, f"prediction/{device}", prediction_map(forecast))
@@ -132,19 +131,10 @@ def forecasts(run: Run, step: int) -> Iterator[Forecast]:
 
 
 @torch.no_grad()
-def views(run: Run, batch: Batch) -> Views:
-    """The first volume of a micro-batch as the encoders get it."""
+def views(run: Run, batch: Batch) -> tuple[np.ndarray, Snapshot]:
+    """The first volume of a micro-batch as the encoders get it [2, D, H, W], and its tokens."""
     to_torch = run.runtime.to_torch
     both = [to_torch(view(batch, number))[0, 0].float().cpu().numpy() for number in (0, 1)]
-    context, target, valid = (
-        to_torch(batch[name])[0].cpu().numpy() for name in ("context", "target", "token_valid")
-    )
-    return Views(
-        views=np.stack(both),
-        context=context,
-        target=target,
-        grid=run.cfg.grid,
-        patch=run.cfg.spatial.patch_size,
-        spacing=run.cfg.spatial.target_spacing,
-        valid=valid,
-    )
+    names = "volume", "context", "target", "token_valid"
+    on_host = {name: to_torch(batch[name])[:1].cpu() for name in names}
+    return np.stack(both), snapshot_of(run, on_host, torch.zeros(run.model.encoder.num_tokens, 0), "")

@@ -16,20 +16,6 @@ from utils.report.pictures import Snapshot, masked, pca_colours, show_mm
 
 VIEW_RANGE = (-1.5, 4.0)  # standard deviations of a volume that are shown from black to white
 DPI = 80
-Triple = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class Views:
-    """One volume as the encoders get it."""
-
-    views: np.ndarray  # [2, D, H, W] in standard deviations: the context's, the target's
-    context: np.ndarray  # token numbers [K]
-    target: np.ndarray  # token numbers [M]
-    grid: Triple
-    patch: Triple  # voxels
-    spacing: tuple[float, float, float]  # mm
-    valid: np.ndarray  # [N], share of each token inside the acquired field
 
 
 @dataclass(frozen=True)
@@ -54,11 +40,13 @@ def pixels(figure: Figure) -> np.ndarray:
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
-def two_views(seen: Views) -> Figure:
-    """The middle B-scan of both views, and the first with context (blue) and target (orange) over it."""
-    plane = seen.views.shape[1] // 2
+def two_views(views: np.ndarray, seen: Snapshot) -> Figure:
+    """The middle B-scan of both views [2, D, H, W] (standard deviations; the context's, the target's), and
+    the first with context (blue) and target (orange) over it.
+    """
+    plane = views.shape[1] // 2
     low, high = VIEW_RANGE
-    first, second = np.clip((seen.views[:, plane] - low) / (high - low), 0, 1)
+    first, second = np.clip((views[:, plane] - low) / (high - low), 0, 1)
     figure = Figure(figsize=(11, 2.6), layout="constrained")
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
     covered = masked(seen, plane, first)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_setup.manifest import load_labels, select_wanted, unit_of
-from data_setup.store.format import KEPT, PENDING
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import require_apart
 from data_setup.tables.splits import EXACT, VAL_FRACTION, pretraining_split
@@ -68,16 +67,3 @@ def open_rows(cfg: Config, store: PreparedStore) -> Rows:
     if (num_val := min(len(rows.val), cfg.val.max_volumes)) < SKILL_VOLUMES or len(val_ids) < SKILL_PEOPLE:
         log.warning("%s", without_skill(num_val))
     return rows
-
-
-def data_counts(store: PreparedStore, rows: Rows) -> dict[str, dict[str, int]]:
-    """`data/devices`: training volumes of each device; `data/rejects`: rejected records by reason. The most
-    frequent first.
-    """
-    status = store.index["status"]
-    rejects = status[~status.isin([KEPT, PENDING])]
-    devices = store.index.loc[rows.train, "device"]
-    return {
-        name: {str(key): int(number) for key, number in values.value_counts().items()}
-        for name, values in (("data/devices", devices), ("data/rejects", rejects))
-    }

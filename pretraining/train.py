@@ -38,7 +38,6 @@ from pretraining.gauges.throughput import Throughput
 from pretraining.gauges.validation import Validation, volumes_read
 from pretraining.progress import Progress
 from pretraining.resume import checkpoint_state, restore
-from pretraining.rows import data_counts
 from pretraining.run import Run, open_run
 from pretraining.step import StepResult, Update, Watch, train_step
 from pretraining.trial import open_loader, settle_memory
@@ -201,13 +200,10 @@ def validate_at_start(
     run_log: AnyLog,
     examples: Examples,
 ) -> None:
-    """Log what a new run reads and validate it; validate one that owes it."""
+    """Validate a new run, and one that owes it."""
     # Before the first update: the curves begin with weights that no step has moved, and what a signal cut
     # short is of the weights as they were saved.
-    run = validation.run
     if progress.step == 0:
-        for name, counts in data_counts(run.store, run.rows).items():
-            run_log.counts(0, name, counts)
         if (measured := progress.validated(partial(validation, 0))) is not None:
             report(run_log, gauges, 0, {**measured, "ema/init_weight": progress.init_weight})
             examples.show(0, keep=True)

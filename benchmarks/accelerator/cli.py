@@ -6,9 +6,10 @@
 
 In: the time, and a folder. Out: DIR/results.json, written again after every number, and DIR/page.md with its
 tables. One process; a stage that fails or is out of time is a line, and the next one begins:
-  phantom     the phantom of the demo and its store, where DIR does not hold them (make them beforehand by the
-              third command, and carry DIR along); runs that DIR holds are removed and made again
-  device      what the driver tells, and the rate of matrix products
+  phantom     a phantom of 100 people and its store, where DIR does not hold them. The third command makes
+              them beforehand: carry DIR/store along (27 MB; a folder that git ignores), and its phantom is
+              made again from the seed. Runs that DIR holds are removed and made again
+  device      what the driver tells, and the rate of matrix products; steps and compiled bring it along
   tests       the tests marked gpu, NCCL with one GPU among them
   steps       ViT-B [64, 384, 384] of configs/pretrain_oct_vjepa2.yaml from one volume upwards until memory
               ends: ours, with activation checkpointing, recipe methods, and without penalty and loss of
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import time
@@ -38,12 +40,13 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator import steps, whole
-from benchmarks.machine import describe, matmul_peak
+from benchmarks.machine import describe
 from utils.cli import number_from
+from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.log import setup_logging
 from utils.provenance import git_commit
-from utils.runtime.device_peak import device_peak
+from utils.runtime.device_peak import device_peak, measure_matmul
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
@@ -53,6 +56,7 @@ SECONDS = {  # of nine minutes, at most; in the order in which the stages run
 }  # fmt: skip
 NINE_MINUTES = 540
 GRACE_S = 30  # beyond all, in which a call that never returns to Python is ended
+OURS = "results.json", "store"
 Values = dict[str, Any]
 
 
@@ -75,10 +79,16 @@ class Bench:
             "command": f"python -m benchmarks.accelerator --minutes {minutes:g}{' --tiny' if tiny else ''}",
         }
         out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()) and not any((out / name).exists() for name in OURS):
+            raise UserError(
+                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of before, found other "
+                f"files in {out}; runs are removed there, so name a new folder"
+            )
+        self.write()
 
     def write(self) -> None:
         """results.json and page.md of what is known."""
-        text = json.dumps({**self.facts, "stages": self.stages}, indent=1)
+        text = json.dumps(finite({**self.facts, "stages": self.stages}), indent=1, allow_nan=False)
         for name, content in (("results.json", text), ("page.md", page(self.facts, self.stages))):
             partial_file = self.out / f"{name}.partial"
             partial_file.write_text(content + "\n", encoding="utf-8")
@@ -125,19 +135,28 @@ class Bench:
         return max((row for row in rows if row["fits"]), key=lambda row: row["volumes_per_s"], default={})
 
 
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _time_is_up(_signum: int, _frame: FrameType | None) -> None:
     raise TimeUp
 
 
 def device_facts(bench: Bench) -> Values:
     """What the driver tells, and what matrix products reach."""
-    runtime, size = bench.runtime, 1024 if bench.runtime.device.type == "cpu" else 8192
+    runtime = bench.runtime
     sheet = device_peak(runtime.device, runtime.device_kind, use_bf16=True)
     facts: Values = {
-        "matmul_bf16_flops_per_s": matmul_peak(runtime, torch.bfloat16, size),
-        "matmul_float32_flops_per_s": matmul_peak(runtime, torch.float32, size),
+        "matmul_bf16_flops_per_s": measure_matmul(torch.bfloat16, runtime.device),
+        "matmul_float32_flops_per_s": measure_matmul(torch.float32, runtime.device),
         "peak_flops_per_s": sheet.flops_per_s,
-        "peak_is_from": sheet.source,
+        "summary": f", peak: {sheet.source}",
         "cpus": os.cpu_count(),
     }
     if runtime.device.type == "cuda":
@@ -151,9 +170,9 @@ def run_stages(bench: Bench, wanted: list[str]) -> None:
     out, runtime = bench.out, bench.runtime
     sizes, size = (steps.TINY, whole.TINY) if bench.tiny else (steps.FULL, whole.FULL)
 
-    def peak() -> float:
+    def peak() -> float | None:
         facts = bench.stages.get("device", {})
-        return facts.get("peak_flops_per_s") or facts.get("matmul_bf16_flops_per_s") or float("nan")
+        return facts.get("peak_flops_per_s") or facts.get("matmul_bf16_flops_per_s")
 
     def compiled(put: Callable[[str, Any], None]) -> None:
         steps.compiled_steps(sizes, runtime, peak(), bench.stages.get("steps", {}).get("rows", []), put)
@@ -198,12 +217,14 @@ def page(facts: Values, stages: dict[str, Values]) -> str:
     for row in rows:
         cells = ["does not fit"] + [""] * 4
         if row["fits"]:
-            cells = [f"{1000 * row['step_s']:.1f}", f"{row['volumes_per_s']:.2f}", f"{row['mfu']:.3f}"]
+            cells = [f"{1000 * row['step_s']:.1f}", f"{row['volumes_per_s']:.2f}", _shown(row["mfu"])]
             cells += [f"{row['peak_gib']:.1f}", f"{row['first_s']:.1f}"]
         lines.append(f"| {row['kind']} | {row['batch']} | {' | '.join(cells)} |")
     for name in stages:
         numbers = {
-            k: v for k, v in stages[name].items() if isinstance(v, int | float | dict) and k != "seconds"
+            k: v
+            for k, v in stages[name].items()
+            if isinstance(v, int | float | dict | None) and k != "seconds"
         }
         if numbers:
             lines += ["", f"## {name}", "", "| | |", "|---|---|", *_rows(numbers)]
@@ -214,10 +235,13 @@ def _rows(numbers: Values) -> list[str]:
     flat = {k: v for k, v in numbers.items() if not isinstance(v, dict)}
     for key, value in numbers.items():
         flat |= {f"{key}: {name}": inner for name, inner in value.items()} if isinstance(value, dict) else {}
-    return [
-        f"| {key} | {value:.4g} |" if isinstance(value, float) else f"| {key} | {value} |"
-        for key, value in flat.items()
-    ]
+    return [f"| {key} | {_shown(value)} |" for key, value in flat.items()]
+
+
+def _shown(value: Any) -> str:
+    if value is None or value != value:
+        return "not measured"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -231,6 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stages", default=",".join(SECONDS), help="which stages, separated by commas")
     args = parser.parse_args(argv)
     wanted = args.stages.split(",")
+    if {"steps", "compiled"} & set(wanted):
+        wanted.append("device")  # whose peak is that of the share that a step takes
     if not set(wanted) <= set(SECONDS):
         parser.error(f"--stages: expected some of {', '.join(SECONDS)}, found {args.stages}")
     setup_logging()
@@ -238,6 +264,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         bench = Bench(args.out, args.minutes, tiny=args.tiny)
         run_stages(bench, wanted)
+    except OSError as error:
+        raise UserError(f"--out: expected a folder that can be written, found {error}") from error
     finally:
         faulthandler.cancel_dump_traceback_later()
     print(args.out / "page.md")

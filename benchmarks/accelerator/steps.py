@@ -115,9 +115,11 @@ class Stepper:
         return loss.detach()
 
 
-def measure(stepper: Stepper, size: int, peak: float) -> dict[str, float] | None:
-    """Median of the timed steps after one to warm up; None where the batch does not fit."""
-    runtime, numbers = stepper.runtime, dict[str, float]()
+def measure(stepper: Stepper, size: int, peak: float | None) -> dict[str, float | None] | None:
+    """Median of the timed steps after one to warm up; None where the batch does not fit. Without a peak there
+    is no MFU.
+    """
+    runtime, numbers = stepper.runtime, dict[str, float | None]()
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)
 
@@ -135,7 +137,7 @@ def measure(stepper: Stepper, size: int, peak: float) -> dict[str, float] | None
             taken.append(time.perf_counter() - start)
         seconds = statistics.median(taken)
         numbers["step_s"], numbers["volumes_per_s"] = seconds, size / seconds
-        numbers["mfu"] = stepper.flops * size / seconds / peak
+        numbers["mfu"] = stepper.flops * size / seconds / peak if peak else None
         numbers["peak_gib"] = (runtime.peak_memory_bytes() or 0) / 2**30
 
     if not runtime.attempt(work):
@@ -145,7 +147,13 @@ def measure(stepper: Stepper, size: int, peak: float) -> dict[str, float] | None
 
 
 def sweep(
-    kind: Kind, sizes: Sizes, runtime: Runtime, peak: float, batches: list[int], *, compiles: bool = False
+    kind: Kind,
+    sizes: Sizes,
+    runtime: Runtime,
+    peak: float | None,
+    batches: list[int],
+    *,
+    compiles: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """A row a batch; the first that does not fit is the last. What is held is let go before the next kind."""
     stepper = Stepper(kind, sizes, runtime, compiles=compiles)
@@ -161,7 +169,9 @@ def sweep(
         torch.cuda.empty_cache()
 
 
-def eager_steps(sizes: Sizes, runtime: Runtime, peak: float, write: Callable[[str, Any], None]) -> None:
+def eager_steps(
+    sizes: Sizes, runtime: Runtime, peak: float | None, write: Callable[[str, Any], None]
+) -> None:
     """Every kind, eager; `write` gets all rows after each."""
     kinds: list[Kind] = ["ours", "reference", "plain", "checkpointing", "methods"]
     batches = [2**n for n in range(sizes.most.bit_length())]
@@ -174,7 +184,11 @@ def eager_steps(sizes: Sizes, runtime: Runtime, peak: float, write: Callable[[st
 
 
 def compiled_steps(
-    sizes: Sizes, runtime: Runtime, peak: float, rows: list[dict[str, Any]], write: Callable[[str, Any], None]
+    sizes: Sizes,
+    runtime: Runtime,
+    peak: float | None,
+    rows: list[dict[str, Any]],
+    write: Callable[[str, Any], None],
 ) -> None:
     """`train.compile`, and the reference's layers compiled, at the largest batch that fits each eager."""
     done: list[dict[str, Any]] = []

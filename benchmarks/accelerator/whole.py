@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks import phantom_truth
-from benchmarks.data.files import dicom_files, prepared_store
+from benchmarks.accelerator.store import prepared_store
 from benchmarks.evidence.cohorts import make_phantom
 from data_setup import prepare
 from data_setup.loader import PREFETCH, Loader
@@ -62,7 +62,7 @@ class Size:
 # validation before the first step and after the last
 ALL = "train.val_every_steps=1000000", "train.use_bf16=true", "wandb.mode=disabled"
 BATCH = "train.global_batch_size=32", "train.per_core_batch_size=32"
-FULL = Size(120, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
+FULL = Size(100, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
 TINY_GRID = "spatial.image_size=[8,64,64]", "data.workers=0"
 TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2, 6)
 
@@ -107,8 +107,7 @@ def input_pipeline(folder: Path, size: Size, runtime: Runtime, needed: float | N
     """Volumes a second that the loader gives at the recommended grid, and over those that the step takes."""
     four = "train.global_batch_size=4", "train.per_core_batch_size=4", "data.sampling=natural"
     cfg = load_config(RECOMMENDED, [*four, "train.max_steps=1000", *size.grid])
-    scans = dicom_files(folder / "files", {"maestro2_3d_macula_oct_oct": size.scan})["uncompressed"]
-    store = prepared_store(folder / "files", list(scans.values()), cfg, size.volumes)
+    store = prepared_store(folder / "files", cfg, size.scan, size.volumes)
     # as many batches lie ready at the end as at the start, so that none comes for nothing
     ahead = count_loaders(cfg.data.workers) * PREFETCH
     loader = Loader(cfg, store, store.kept, num_steps=WARM_UP + TIMED + ahead)
@@ -161,7 +160,10 @@ def truth(folder: Path, size: Size) -> dict[str, Any]:
     words = ["--config", str(folder / "pretrained" / "config.yaml"), f"model.checkpoint={last}"]
     phantom_truth.main([*words, "--control", control])
     result = json.loads((folder / "pretrained" / "truth.json").read_text(encoding="utf-8"))
-    return {"questions": result["questions"], "n_participants": result["n_participants"]}
+    r2 = {
+        f"{asked['name']}, {row['name']}": row["r2"] for asked in result["questions"] for row in asked["rows"]
+    }
+    return {"r2": r2, "questions": result["questions"], "n_participants": result["n_participants"]}
 
 
 def resume(folder: Path, size: Size) -> dict[str, Any]:

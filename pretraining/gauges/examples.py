@@ -18,7 +18,7 @@ from data_setup.loader import Batch, validation_batches
 from data_setup.normalisation import view
 from pretraining.run import Run
 from pretraining.step import predict
-from utils.dashboards.pictures import Forecast, Views, prediction_map, similarity_map, two_views
+from utils.dashboards.pictures import Forecast, prediction_map, two_views
 from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
 from utils.run.log import NoLog, RunLog
 from utils.runtime.single import StopRequested
@@ -70,12 +70,10 @@ class Examples:
 
     def _show_forecasts(self, step: int, trained_on: Batch | None) -> None:
         if trained_on is not None:
-            seen = views(self.run, trained_on)
-            self.run_log.image(step, "views/training", two_views(seen))
+            self.run_log.image(step, "views/training", two_views(*views(self.run, trained_on)))
         for forecast in forecasts(self.run, step):
-            device = forecast.title.split(",")[0]
+            device = forecast.seen.title.split(",")[0]
             self.run_log.image(step, f"prediction/{device}", prediction_map(forecast))
-            self.run_log.image(step, f"similarity/{device}", similarity_map(forecast))
 
 
 def example_batches(run: Run, limit: int) -> Iterator[tuple[int, str, Batch, Batch]]:
@@ -96,27 +94,24 @@ def example_batches(run: Run, limit: int) -> Iterator[tuple[int, str, Batch, Bat
 @torch.no_grad()
 def snapshots(run: Run, step: int) -> Iterator[tuple[Snapshot, int]]:
     """(snapshot, row) of the example volumes, on the first process; the others only compute."""
-    cfg, runtime = run.cfg, run.runtime
     for row, name, cpu_batch, batch in example_batches(run, SNAPSHOTS):
-        with runtime.autocast():
-            features = runtime.to_torch(run.model.target_encoder(view(batch, 1)))
-        if not runtime.group.is_first:
+        with run.runtime.autocast():
+            features = run.runtime.to_torch(run.model.target_encoder(view(batch, 1)))
+        if not run.runtime.group.is_first:
             continue
         if not bool(torch.isfinite(features).all()):
             log.warning("no picture of row %d: its features are not finite", row)
             continue
-        snapshot = Snapshot(
-            volume=cpu_batch["volume"][0].numpy(),
-            context=cpu_batch["context"][0].numpy(),
-            target=cpu_batch["target"][0].numpy(),
-            grid=cfg.grid,
-            patch=cfg.spatial.patch_size,
-            spacing=cfg.spatial.target_spacing,
-            features=features[0].float().cpu().numpy(),
-            valid=cpu_batch["token_valid"][0].numpy(),
-            title=f"{name}, step {step}",
-        )
-        yield snapshot, row
+        yield snapshot_of(run, cpu_batch, features[0], f"{name}, step {step}"), row
+
+
+def snapshot_of(run: Run, cpu_batch: Batch, features_NE: torch.Tensor, title: str) -> Snapshot:
+    """The first volume of a batch as it was read, with features of its tokens."""
+    names = "volume", "context", "target", "token_valid"
+    volume, context, target, valid = (cpu_batch[name][0].numpy() for name in names)
+    spatial, features = run.cfg.spatial, features_NE.float().cpu().numpy()
+    shape = run.cfg.grid, spatial.patch_size, spatial.target_spacing
+    return Snapshot(volume, context, target, *shape, features, valid, title)
 
 
 @torch.no_grad()
@@ -124,43 +119,22 @@ def forecasts(run: Run, step: int) -> Iterator[Forecast]:
     """What the model predicts of one of the example volumes, on the first process; the others only
     compute.
     """
-    cfg, runtime = run.cfg, run.runtime
+    runtime = run.runtime
     for _, name, cpu_batch, batch in example_batches(run, FORECASTS):
         output = predict(run.model, batch, runtime, stochastic=False)
-        assert output.features_all_BNE is not None, "None in training alone"
-        outcome = (output.target_all_BNE, output.prediction_BME, output.features_all_BNE)
-        targets, prediction, features = (runtime.to_torch(tensor)[0].float().cpu() for tensor in outcome)
-        is_finite = all(bool(torch.isfinite(part).all()) for part in (targets, prediction, features))
-        if not runtime.group.is_first or not is_finite:
-            continue
-        yield Forecast(
-            volume=cpu_batch["volume"][0].numpy(),
-            target=cpu_batch["target"][0].numpy(),
-            grid=cfg.grid,
-            patch=cfg.spatial.patch_size,
-            spacing=cfg.spatial.target_spacing,
-            targets=targets.numpy(),
-            prediction=prediction.numpy(),
-            features=features.numpy(),
-            valid=cpu_batch["token_valid"][0].numpy(),
-            title=f"{name}, step {step}",
-        )
+        outcome = output.target_all_BNE, output.prediction_BME
+        targets, prediction = (runtime.to_torch(tensor)[0].float().cpu() for tensor in outcome)
+        is_finite = all(bool(torch.isfinite(part).all()) for part in (targets, prediction))
+        if runtime.group.is_first and is_finite:
+            seen = snapshot_of(run, cpu_batch, targets, f"{name}, step {step}")
+            yield Forecast(seen, targets.numpy(), prediction.numpy())
 
 
 @torch.no_grad()
-def views(run: Run, batch: Batch) -> Views:
-    """The first volume of a micro-batch as the encoders get it."""
+def views(run: Run, batch: Batch) -> tuple[np.ndarray, Snapshot]:
+    """The first volume of a micro-batch as the encoders get it [2, D, H, W], and its tokens."""
     to_torch = run.runtime.to_torch
     both = [to_torch(view(batch, number))[0, 0].float().cpu().numpy() for number in (0, 1)]
-    context, target, valid = (
-        to_torch(batch[name])[0].cpu().numpy() for name in ("context", "target", "token_valid")
-    )
-    return Views(
-        views=np.stack(both),
-        context=context,
-        target=target,
-        grid=run.cfg.grid,
-        patch=run.cfg.spatial.patch_size,
-        spacing=run.cfg.spatial.target_spacing,
-        valid=valid,
-    )
+    names = "volume", "context", "target", "token_valid"
+    on_host = {name: to_torch(batch[name])[:1].cpu() for name in names}
+    return np.stack(both), snapshot_of(run, on_host, torch.zeros(run.model.encoder.num_tokens, 0), "")

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accelerator import cli, steps
+from benchmarks.accelerator import cli, steps, whole
 from benchmarks.accelerator.steps import TINY, Stepper, configure, eager_steps, measure, ratios
 from data_setup.normalisation import view
 from models.vit3d import SIZES, Size
 from models.vjepa3d import VJEPA3D
+from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 CPU = Runtime(torch.device("cpu"), use_bf16=False)
@@ -78,10 +79,7 @@ def test_batches_grow_until_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None
     assert "| ratios: plain, batch 1 |" in page
 
 
-@pytest.mark.usefixtures("small")
 def test_a_ratio_is_of_the_same_batch_and_the_same_compiler() -> None:
-    row = measure(Stepper("plain", TINY, CPU), 1, 1e11)
-    assert row is not None
     rows = [
         {"kind": kind, "batch": 1, "fits": True, "step_s": s}
         for kind, s in (("plain", 3.0), ("reference", 4.0))
@@ -113,19 +111,72 @@ def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
         raise ValueError("expected a device, found none")
 
     began = time.monotonic()
-    works = ("steps", late), ("compiled", mistaken), ("input", failing), ("device", lambda _: {"a": 1.5})
+    numbers = {"a": 1.5, "inner": {"b": float("nan")}, "c": float("inf"), "d": None}
+    works = ("steps", late), ("compiled", mistaken), ("input", failing), ("device", lambda _: numbers)
     for name, work in works:
         bench.run(name, work)
     assert time.monotonic() - began < 10
-    stages = json.loads((tmp_path / "results.json").read_text())["stages"]
+    text = (tmp_path / "results.json").read_text()
+    stages = json.loads(text, parse_constant=pytest.fail)["stages"]  # NaN and Infinity are no JSON
     assert stages["steps"]["status"] == "out of time after 2 s"
     assert stages["steps"]["rows"] == [], "what was measured before stays"
     assert stages["compiled"]["status"] == "out of time after 2 s"
     assert stages["input"]["status"] == "failed: ValueError: expected a device, found none"
-    assert stages["device"] == {"status": "done", "a": 1.5, "seconds": stages["device"]["seconds"]}
+    assert stages["device"].pop("seconds") >= 0
+    assert stages["device"] == {"status": "done", "a": 1.5, "inner": {"b": None}, "c": None, "d": None}
     text = (tmp_path / "page.md").read_text()
-    assert "| steps | out of time after 2 s |" in text
-    assert "| a | 1.5 |" in text
+    for line in (
+        "steps | out of time after 2 s |",
+        "a | 1.5 |",
+        "d | not measured |",
+        "inner: b | not measured |",
+    ):
+        assert f"| {line}" in text
+
+
+def test_what_cannot_be_begun_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, foreign = tmp_path / "file", tmp_path / "foreign"
+    file.touch()
+    (foreign / "pretrained").mkdir(parents=True)
+    for out, words in ((file, "a folder that can be written, found .*exists"), (foreign, "an empty folder")):
+        with pytest.raises(UserError, match=f"--out: expected {words}"):
+            cli.main(["--out", str(out)])
+    assert (foreign / "pretrained").exists()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["--out", str(tmp_path / "new"), "--stages", "steps,step"])
+    wanted: list[str] = []
+    monkeypatch.setattr(cli, "run_stages", lambda _, names: wanted.extend(names))
+    assert cli.main(["--out", str(tmp_path / "new"), "--stages", "steps"]) == 0
+    assert "device" in wanted, "MFU needs a peak"
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli, "run_stages", full)
+    with pytest.raises(UserError, match="No space left"):
+        cli.main(["--out", str(tmp_path / "new")])
+
+
+def test_a_store_that_was_carried_along_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tree is made again from the seed, and nothing is prepared."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "prepare_report.json").write_text("{}")
+    made: list[tuple[Path, int, int]] = []
+    monkeypatch.setattr(whole, "make_phantom", lambda *words: made.append(words))
+    monkeypatch.setattr(whole.prepare, "main", pytest.fail)
+    cli.Bench(tmp_path, 9, tiny=True)
+    assert whole.phantom_and_store(tmp_path, whole.FULL) == {"phantom_bytes": 0, "store_bytes": 2}
+    assert made == [(tmp_path / "phantom", 100, 0)]
+
+
+@pytest.mark.usefixtures("small")
+def test_without_a_peak_there_is_no_share_of_it() -> None:
+    row = measure(Stepper("plain", TINY, CPU), 1, None)
+    assert row is not None
+    assert row["mfu"] is None
+    facts = {"device": "d", "command": "c", "commit": "0", "machine": "m"}
+    rows = [{"kind": "methods", "batch": 1, "fits": True, **row}]
+    assert "| not measured |" in cli.page(facts, {"steps": {"status": "done", "rows": rows}})
 
 
 @pytest.mark.slow

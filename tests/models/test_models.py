@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from models.batch_norm import WeightedBatchNorm
+from models.kernels.squared_errors import SquaredErrors
 from models.losses import NEIGHBOURS
 from models.optimizer import parameter_groups
 from models.rotary import apply_rotary, rotary_tables
@@ -367,3 +368,16 @@ def test_the_neighbour_loss_keeps_no_float32_copy_of_its_guesses() -> None:
     loss_B.sum().backward()
     assert tokens.grad is not None
     assert tokens.grad.abs().sum() > 0
+
+
+def test_the_squared_errors_have_the_value_and_the_gradient_of_plain_ones() -> None:
+    torch.manual_seed(0)
+    truth, near = torch.randn(2, 6, 5), torch.randint(0, 6, (3, 2, 4))
+    guesses = torch.randn(2, 4, 15, requires_grad=True)
+    errors = SquaredErrors.apply(guesses, truth, near, gather_tokens)
+    places = zip(guesses.chunk(3, -1), near, strict=True)
+    plain = torch.stack([(guess - gather_tokens(truth, ids)).square().mean(-1) for guess, ids in places])
+    torch.testing.assert_close(errors, plain)
+    weights = torch.rand(errors.shape)
+    (fast,), (slow,) = (torch.autograd.grad((of * weights).sum(), guesses) for of in (errors, plain))
+    torch.testing.assert_close(fast, slow)

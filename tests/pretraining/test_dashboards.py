@@ -16,13 +16,10 @@ import psutil
 import pytest
 import torch
 import wandb
-from sklearn.metrics.pairwise import cosine_similarity
 
 from data_setup.loader import LoaderError
-from data_setup.store.reader import PreparedStore
 from pretraining import train as loop
 from pretraining.gauges import examples
-from pretraining.rows import data_counts, open_rows
 from pretraining.run import open_run
 from pretraining.train import train
 from tests.support.model_factory import small_config
@@ -30,8 +27,9 @@ from tests.support.pipeline_factory import ROOT, pipeline_config
 from tests.support.process_factory import metrics
 from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
-from utils.dashboards.pictures import Forecast, brightest_token, relative_error, similarity, similarity_map
+from utils.dashboards.pictures import Forecast, prediction_map, relative_error
 from utils.errors import UserError
+from utils.report.pictures import Snapshot
 from utils.run import skipped_updates
 from utils.run.log import NoLog, RunLog
 from utils.run.skipped_updates import NotFiniteError
@@ -41,8 +39,7 @@ from utils.runtime.single import Runtime, StopRequested
 GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text().split("## What to look at")[1]
 ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.startswith("|")]
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
-MEDIA = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/\w*)", row[0])}
-PICTURES, COUNTS = {n for n in MEDIA if n[-1] == "/"}, {n for n in MEDIA if n[-1] != "/"}
+PICTURES = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/)", row[0])}
 MANY_TO_VALIDATE = "pretraining.rows.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
 pytestmark = pytest.mark.usefixtures("small_encoder")
 
@@ -77,20 +74,8 @@ def test_every_declared_panel_has_points_in_both_dashboards(watched: Path) -> No
         assert points, name
         assert all(math.isfinite(value) for value in points), name
         assert name in curves, name
-    for prefix in {*PICTURES, *COUNTS} - {"data/rejects"}:  # this store has none
+    for prefix in PICTURES:
         assert any(key.startswith(prefix) for row in rows for key in row), prefix
-
-
-def test_devices_and_rejects_are_counted(folder: Path) -> None:
-    store = PreparedStore.open(str(folder / "store"))
-    rows = open_rows(pipeline_config(folder), store)
-    assert data_counts(store, rows)["data/rejects"] == {}
-    store.index.loc[rows.official_val[:2], "status"] = "constant_volume"
-    store.index.loc[rows.official_val[2], "status"] = "pending"
-    counts = data_counts(store, rows)
-    assert counts["data/rejects"] == {"constant_volume": 2}
-    assert sum(counts["data/devices"].values()) == len(rows.train)
-    assert set(counts) == COUNTS
 
 
 def test_training_comes_before_validation_on_one_clock(watched: Path) -> None:
@@ -290,7 +275,6 @@ def test_a_run_outlives_weights_and_biases(tmp_path: Path, caplog: pytest.LogCap
         for step in range(2, 6):
             run_log.metrics(step, {"train/loss": 0.5})
         run_log.alert("title", "text")
-        run_log.counts(5, "data/devices", {"a": 1})
         run_log.summary({"best/probe": 0.5})
         run_log.close()
     assert [r.name for r in caplog.records if r.levelno >= logging.WARNING and r.name[:5] != "wandb"] == [
@@ -335,44 +319,19 @@ def test_tensorboard_that_is_missing_is_said_before_training(
         RunLog(cfg, 0, 10, synthetic=True)
 
 
-def forecast(**changes: Any) -> Forecast:
-    """Two planes of 2 x 2 tokens of 1 x 2 x 2 voxels; token 7 is padding and the brightest."""
-    rng = np.random.default_rng(0)
-    volume = np.full((2, 4, 4), 10, np.uint8)
-    volume[1, 2:, 2:] = 250
-    volume[1, :2, 2:] = 200  # token 5
-    values: dict[str, Any] = {
-        "volume": volume,
-        "target": np.array([1, 6]),
-        "grid": (2, 2, 2),
-        "patch": (1, 2, 2),
-        "spacing": (0.1, 0.01, 0.02),
-        "targets": rng.normal(size=(8, 5)),
-        "prediction": rng.normal(size=(2, 5)),
-        "features": rng.normal(size=(8, 5)),
-        "valid": np.array([1, 1, 1, 1, 1, 1, 1, 0.0]),
-        "title": "device, step 1",
-    }
-    return Forecast(**{**values, **changes})
-
-
 def test_the_error_of_a_prediction_is_that_of_the_mean_where_it_is_the_mean() -> None:
+    """Two planes of 2 x 2 tokens of 1 x 2 x 2 voxels; token 7 is padding."""
     targets = np.zeros((8, 1))
     targets[:7, 0] = [1, -1, 1, -1, 1, -1, 0]  # mean 0, mean square 6 / 7; padding does not count
     targets[7] = 100.0
-    shown = forecast(targets=targets, prediction=np.array([[-1.0], [2.0]]))
+    valid, spacing = np.array([1, 1, 1, 1, 1, 1, 1, 0.0]), (0.1, 0.01, 0.02)
+    shape = (2, 2, 2), (1, 2, 2), spacing
+    volume, hidden = np.full((2, 4, 4), 10, np.uint8), np.array([1, 6])
+    seen = Snapshot(volume, np.array([0]), hidden, *shape, targets, valid, "device, step 1")
+    shown = Forecast(seen, targets, np.array([[-1.0], [2.0]]))
     error = relative_error(shown)
     assert error[1] == 0.0
     assert error[6] == pytest.approx(4 / (6 / 7))
     assert np.isnan(error[[0, 2, 3, 4, 5, 7]]).all()
-
-
-def test_similarity_is_the_cosine_without_the_common_mean() -> None:
-    shown = forecast()
-    centred = shown.features - shown.features[:7].mean(axis=0)
-    np.testing.assert_allclose(similarity(shown, 3), cosine_similarity(centred)[3], atol=1e-12)
-    assert brightest_token(shown) == 5  # not the padding
-    axes = similarity_map(shown).axes
-    assert axes[0].lines[0].get_xydata().tolist() == [[0.06, 0.01]]  # second column, first row, in mm
-    assert axes[2].lines[0].get_xydata().tolist() == [[0.06, pytest.approx(0.15)]]
-    assert np.ma.masked_invalid(axes[1].images[0].get_array()).count() == 3  # padding has no cosine
+    drawn = np.ma.masked_invalid(prediction_map(shown).axes[3].images[0].get_array())
+    assert drawn.compressed() == pytest.approx([0.0])  # of the first plane

@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -14,11 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from finetuning.embed import parse as embed_words
 from tests.support.report_factory import evaluation_json, own_part, write_run
 from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
-from utils.report.page import index_page, next_steps
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.tables import data_tables, evaluation_table, quality_tables
@@ -185,23 +181,6 @@ def test_surfaces_survive_the_file_and_the_page(tmp_path: Path) -> None:
     assert not (tmp_path / "b.npz").exists()
 
 
-# --- the folder's first page ---
-
-
-def test_the_index_links_what_is_there_and_says_what_is_next(runs: list[Path]) -> None:
-    main([str(runs[1])])
-    text = (runs[1] / "index.html").read_text()
-    links = re.findall(r'href="([^"]+)"', text)
-    assert {"report.html", "results.json", "prepare_report.json", "metrics.jsonl"} <= set(links)
-    assert all((runs[1] / link).is_file() for link in links)
-    assert "evaluation.md" not in links
-    assert f"python -m finetuning.evaluate --config {runs[0]}/config.yaml" in index_page(read_run(runs[0]))
-    assert "finetuning.evaluate" not in text  # somebody has
-    assert "48 volumes kept, 3 rejected" in text
-    assert "SMITH" not in text
-    assert text.index("Participants' scans.") < text.index("<h1>")
-
-
 def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None:
     run = read_run(runs[0])
     assert quality_tables(run.prepared) == []  # a store of before it was measured
@@ -212,28 +191,6 @@ def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None
     [table] = quality_tables(run.prepared)
     assert [row[:3] for row in table.rows] == [["all", "3", "0.91"], ["zeiss_cirrus", "3", "0.72"]]
     assert table in data_tables(run.prepared)
-    assert "quality of the scans" in index_page(run)
-
-
-def test_a_run_without_labels_is_not_sent_to_be_evaluated(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run"))
-
-    def evaluates() -> bool:
-        return any("finetuning.evaluate" in command for _, command in next_steps(run))
-
-    assert evaluates()
-    del run.series["val/probe"]
-    assert not evaluates()
-
-
-def test_the_commands_of_the_first_page_are_accepted(tmp_path: Path) -> None:
-    """The others take --config and keys, or runs; embed has words of its own."""
-    folder = write_run(tmp_path / "a run")
-    (folder / "config.yaml").write_text("data: {store: stores/a store}\n")
-    (words,) = (shlex.split(c) for _, c in next_steps(read_run(folder)) if "finetuning.embed" in c)
-    args = embed_words(words[3:])
-    assert (args.checkpoint, args.store) == (str(folder), "stores/a store")
-    assert Path(args.out).parent == folder
 
 
 def test_a_metric_of_another_version_is_called_by_its_name() -> None:

@@ -19,8 +19,9 @@ import pytest
 import torch
 import zarr
 
+from data_setup.store.writer import StoreWriter
 from utils import storage
-from utils.config.schema import StorageOptions
+from utils.config.schema import SpatialConfig, StorageOptions
 from utils.storage import local_writes
 from utils.storage.errors import storage_error
 from utils.storage.local_copies import read_through
@@ -434,3 +435,21 @@ def test_a_file_that_another_process_renamed_before_the_lock_is_left_to_it(
     for is_there_again in (False, True):  # noqa: B007 (read by the writer above)
         assert not local_writes.replace_whole(partial_file, b"mine", target)
         assert target.read_bytes() == b"of the faster one"
+
+
+def test_a_row_costs_one_request_for_the_array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without zarr_format Zarr asks for the files of version 2 as well, for every row of a bucket."""
+    size, spacing = (4, 6, 8), (1.0, 1.0, 1.0)
+    writer = StoreWriter("memory://one-request")
+    writer.create(SpatialConfig(spacing, size, (1, 1, 1)), str(tmp_path), synthetic=True)
+    (row,) = writer.append_records([{"path": "a", "sop_instance_uid": "b"}])
+    asked: list[str] = []
+    real = storage.read_bytes
+
+    def read_bytes(url: str, *arguments: object) -> bytes:
+        asked.append(url.rsplit("/", 1)[1])
+        return real(url, *arguments)
+
+    monkeypatch.setattr(storage, "read_bytes", read_bytes)
+    writer.write_row(row, np.ones(size, np.uint8), {"status": "kept"})
+    assert [name for name in asked if name != f"c.{row}.0.0.0"] == ["zarr.json"]

@@ -40,10 +40,6 @@ class TensorBoardWriter:
     def image(self, step: int, name: str, picture_HWC: np.ndarray) -> None:
         self._add("add_image", name, picture_HWC, step, dataformats="HWC")
 
-    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None:
-        rows = "\n".join(f"| {key} | {number} |" for key, number in counts.items())
-        self._add("add_text", name, f"| name | count |\n|---|---|\n{rows}", step)
-
     def alert(self, title: str, text: str) -> None:
         self._add("add_text", "alert", f"**{title}**: {text}")
 

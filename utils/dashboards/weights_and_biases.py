@@ -74,17 +74,6 @@ class WandbWriter:
 
         self._send(lambda run: run.log({name: wandb.Image(picture_HWC)}, step=step))
 
-    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None:
-        if self._run is None:
-            return
-        import wandb
-
-        def send(run: Any) -> None:
-            table = wandb.Table(columns=["name", "count"], data=[[key, n] for key, n in counts.items()])
-            run.log({name: wandb.plot.bar(table, "name", "count", title=name)}, step=step)
-
-        self._send(send)
-
     def alert(self, title: str, text: str) -> None:
         self._send(lambda run: run.alert(title=title, text=text))
 

@@ -21,9 +21,6 @@ class Writer(Protocol):
     def image(self, step: int, name: str, picture_HWC: np.ndarray) -> None:
         """A picture, uint8 RGB; ignored where `takes_images` is false."""
 
-    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None:
-        """A histogram: how many of each."""
-
     def alert(self, title: str, text: str) -> None:
         """Something that a person should hear of now."""
 

@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.report.health import health
 from utils.report.overview import overview
-from utils.report.page import index_page, render
+from utils.report.page import render
 from utils.report.pictures import png
 from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
 from utils.report.tables import DIGITS, file_digest
@@ -110,11 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = json.dumps(results(run), indent=2, allow_nan=False) + "\n"
         storage.write_text(str(run.path / "results.json"), text)
     storage.write_text(str(report), render(runs))
-    if len(runs) == 1:
-        storage.write_text(str(runs[0].path / "index.html"), index_page(runs[0]))
-        if picture := overview(run):
-            storage.write_bytes(str(run.path / PICTURE), png(picture))
-            say(f"{'picture':<13} {run.path / PICTURE}")
+    if len(runs) == 1 and (picture := overview(run)):
+        storage.write_bytes(str(run.path / PICTURE), png(picture))
+        say(f"{'picture':<13} {run.path / PICTURE}")
     say(f"{'report':<13} {report}")
     for run in runs:
         head = [("run", str(run.path))] if len(runs) > 1 else []

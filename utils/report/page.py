@@ -1,5 +1,4 @@
-"""The report as one HTML page: scripts, style and pictures inside, nothing fetched; and the first page of a
-run's folder: where to click first, what the store holds, and what to do next.
+"""The report as one HTML page: scripts, style and pictures inside, nothing fetched.
 
 In: runs (utils.report.run_files). Out: HTML text. The templates hold the layout and all words that do not
 depend on the runs; assets/ has the style and the script, the package plotly its plotly.js.
@@ -8,14 +7,12 @@ depend on the runs; assets/ has the style and the script, the package plotly its
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.colors import to_hex
@@ -34,7 +31,6 @@ from utils.report.tables import (
     layers_tables,
     leaderboard_table,
     numbers_table,
-    quality_tables,
     truth_tables,
 )
 from utils.report.volumes import volume_of_layers, volume_of_snapshot
@@ -43,21 +39,6 @@ from utils.tables import Table
 HERE = Path(__file__).parent
 TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-FILES = (  # from the run's folder, and what they are
-    ("report.html", "The report: verdict, curves, scans, evaluation, data, configuration"),
-    ("picture.png", "One eye as the encoder sees it, and the encoder beside other rows"),
-    ("comparison.html", "This run beside others"),
-    ("results.json", "The numbers of the report, for programs"),
-    ("evaluation.md", "The evaluation: every metric, by class and subgroup"),
-    ("leaderboard/leaderboard.md", "The leaderboard"),
-    ("layers.md", "The evaluation of predicted layers"),
-    ("prepare_report.json", "The store: what was kept, what was rejected and why"),
-    ("check_report.json", "The check of the tree by its headers"),
-    ("config.yaml", "Every key of the configuration"),
-    ("metrics.jsonl", "Every number that was logged, a line each"),
-    ("log.txt", "What the terminal showed"),
-)
 
 
 @dataclass(frozen=True)
@@ -184,44 +165,5 @@ def asset(name: str) -> Markup:
     return Markup((HERE / "assets" / name).read_text(encoding="utf-8"))
 
 
-def index_page(run: Run) -> str:
-    """The first page of a run's folder as HTML text; its links lead to files that are there."""
-    rejects, devices, *_ = data_tables(run.prepared)
-    return TEMPLATES.get_template("index.html.j2").render(
-        run=run,
-        policy=POLICY,
-        style=asset("report.css"),
-        health=health(run.series, run.alarms, run.not_finite),
-        verdict=_verdict(run),
-        files=[(name, text) for name, text in FILES if (run.path / name).is_file()],
-        stores=[devices, *quality_tables(run.prepared), rejects],
-        steps=next_steps(run),
-    )
-
-
 def _verdict(run: Run) -> str:
     return (run.evaluation or {"verdict": NO_EVALUATION})["verdict"]
-
-
-def next_steps(run: Run) -> list[tuple[str, str]]:
-    """(what for, command) pairs; an evaluation only where there was none."""
-    path, config = shlex.quote(str(run.path)), shlex.quote(str(run.path / "config.yaml"))
-    steps = []
-    has_probe = bool(run.series.get("val/probe"))  # else there is no best checkpoint to evaluate
-    if run.evaluation is None and not run.is_finetuning and has_probe:
-        steps.append(("Say what the encoder is worth", f"python -m finetuning.evaluate --config {config}"))
-    if not run.is_finetuning:
-        store, out = shlex.quote(_store_of(run)), shlex.quote(str(run.path / "embedding"))
-        steps += [
-            ("Train a head for your labels on this encoder",
-             f"python -m finetuning.train --config configs/cls_linear_probe.yaml model.checkpoint={path}"),
-            ("Have the features of its store as a table",
-             f"python -m finetuning.embed --checkpoint {path} --store {store} --out {out}"),
-        ]  # fmt: skip
-    return [*steps, ("See this run beside another", f"python -m utils.report {path} OTHER_RUN")]
-
-
-def _store_of(run: Run) -> str:
-    """The prepared store that the run was trained on; STORE where its configuration names none."""
-    cfg = yaml.safe_load(run.config) or {}
-    return str(cfg.get("data", {}).get("store", "STORE"))

@@ -12,7 +12,6 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -157,22 +156,7 @@ def show_mm(axis: Axes, image: np.ndarray, pixel_mm: tuple[float, ...], title: s
     axis.tick_params(labelsize="small")
 
 
-class Masks(Protocol):
-    """What both a snapshot and a training batch know of their tokens."""
-
-    @property
-    def context(self) -> np.ndarray: ...
-    @property
-    def target(self) -> np.ndarray: ...
-    @property
-    def valid(self) -> np.ndarray: ...
-    @property
-    def grid(self) -> tuple[int, int, int]: ...
-    @property
-    def patch(self) -> tuple[int, int, int]: ...
-
-
-def masked(snapshot: Masks, plane: int, image: np.ndarray) -> np.ndarray:
+def masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
     """The B-scan [H, W, 3]: context patches blue, target patches orange, padding and the rest darkened."""
     kind = np.zeros(int(np.prod(snapshot.grid)), int)
     kind[snapshot.context] = 1

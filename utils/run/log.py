@@ -107,11 +107,6 @@ class RunLog:
             if writer.takes_images:
                 writer.image(step, name, picture_HWC)
 
-    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None:
-        """Send a histogram to the dashboards; nothing where there is nothing to count."""
-        for writer in self._writers if counts else []:
-            writer.counts(step, name, counts)
-
     def summary(self, values: Mapping[str, float]) -> None:
         """The numbers that stand for the whole run, so far."""
         for writer in self._writers:
@@ -151,8 +146,6 @@ class NoLog:
     def alarm(self, step: int, name: str, text: str) -> None: ...
 
     def alert(self, title: str, text: str) -> None: ...
-
-    def counts(self, step: int, name: str, counts: Mapping[str, int]) -> None: ...
 
     def summary(self, values: Mapping[str, float]) -> None: ...
 

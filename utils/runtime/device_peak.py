@@ -28,7 +28,9 @@ DATA_SHEETS: tuple[tuple[str, float, float | None], ...] = (
     (r"NVIDIA H200", 989.0, 67.0),
 )
 SIZES = (512, 1024, 2048)  # of the square matrices whose product is timed on a CPU
+GPU_SIZES = (8192,)
 SECONDS_PER_SIZE = 0.2
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,12 @@ def device_peak(device: torch.device, name: str, use_bf16: bool) -> Peak:
 
 
 @cache  # the machine's, so once a process
-def measure_matmul(dtype: torch.dtype) -> float:
-    """FLOP/s of this CPU's matrix products: the fastest of any size. Global random state is not touched."""
+def measure_matmul(dtype: torch.dtype, device: torch.device = CPU) -> float:
+    """FLOP/s of a device's matrix products: the fastest of any size. Global random state is not touched."""
     best = 0.0
     generator = torch.Generator().manual_seed(0)
-    for size in SIZES:
-        a, b = (torch.randn(size, size, generator=generator).to(dtype) for _ in range(2))
+    for size in SIZES if device.type == "cpu" else GPU_SIZES:
+        a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
         _seconds(a, b)  # the first also sets the kernel up
         taken = [_seconds(a, b)]
         while sum(taken) < SECONDS_PER_SIZE and len(taken) < 50:
@@ -78,4 +80,6 @@ def measure_matmul(dtype: torch.dtype) -> float:
 def _seconds(a: Tensor, b: Tensor) -> float:
     start = time.perf_counter()
     F.linear(a, b)
+    if a.is_cuda:
+        torch.cuda.synchronize(a.device)
     return time.perf_counter() - start

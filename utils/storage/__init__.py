@@ -30,8 +30,6 @@ import fsspec
 
 from utils.config.schema import StorageOptions
 from utils.storage import clients
-from utils.storage.chunks import READ_AHEAD, PartFile
-from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageAwayError as StorageAwayError
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
@@ -44,6 +42,7 @@ from utils.storage.local_writes import (
     unique_partial,
     write_new,
 )
+from utils.storage.part_file import READ_AHEAD, PartFile
 from utils.storage.retry import has_login, redact
 
 log = logging.getLogger(__name__)
@@ -140,7 +139,7 @@ def read_text(url: str, options: StorageOptions | None = None) -> str:
 
 def write_bytes(
     url: str,
-    data: bytes | memoryview | Chunks,
+    data: bytes | memoryview,
     options: StorageOptions | None = None,
     staging: str | None = None,
 ) -> None:
@@ -150,9 +149,7 @@ def write_bytes(
     """
     if is_remote(url):
         with _client_of(url, options) as (fs, path), missing_bucket(url):
-            if isinstance(data, Chunks) and not getattr(fs, "takes_chunks", False):
-                data = b"".join(data.parts)
-            fs.pipe_file(path, data if isinstance(data, Chunks) else bytes(data))
+            fs.pipe_file(path, bytes(data))
         return
     with named_errors(url):
         file = Path(split_scheme(url)[1])
@@ -275,7 +272,7 @@ def _walk(root: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     skipped: dict[str, list[str]] = {}
-    todo: list[tuple[str, _Above | None]] = [(root, None)]
+    todo: list[tuple[str, frozenset[tuple[int, int]]]] = [(root, frozenset())]  # and the folders above
     while todo:
         folder, above = todo.pop()
         try:
@@ -291,13 +288,14 @@ def _walk(root: str) -> dict[str, int]:
             shown = f"{folder[:200]}..." if is_long else folder
             log.warning("%s: %s: what lies in it is not seen", shown, why)
             continue
-        here = _Above((info.st_dev, info.st_ino), above)
-        if above is not None and here.place in above:
+        here = info.st_dev, info.st_ino
+        if here in above:
             continue
+        inside = above | {here}
         for entry in entries:
             what, size = _look_at(entry)
             if what == "folder":
-                todo.append((entry.path, here))
+                todo.append((entry.path, inside))
             elif what:
                 skipped.setdefault(what, []).append(entry.path)
             else:
@@ -306,19 +304,6 @@ def _walk(root: str) -> dict[str, int]:
         names = ", ".join(map(repr, sorted(paths)[:_NAMED])) + (", ..." if len(paths) > _NAMED else "")
         log.warning("skipped: %s: %d (%s)", what, len(paths), names)
     return sizes
-
-
-class _Above:
-    """A folder of a walk and those above it, by device and number."""
-
-    def __init__(self, place: tuple[int, int], above: _Above | None) -> None:
-        self.place, self.above = place, above
-
-    def __contains__(self, place: tuple[int, int]) -> bool:
-        one: _Above | None = self
-        while one is not None and one.place != place:
-            one = one.above
-        return one is not None
 
 
 def _look_at(entry: os.DirEntry[str]) -> tuple[str, int]:

@@ -21,6 +21,7 @@ RANDOM = "random"
 CONTROL = "control"  # the reference arm, hardly trained
 # the reference arm without what a JEPA is about: nothing to predict, and nothing of this volume to predict
 PENALTY_ONLY, MISMATCHED = "penalty_only", "mismatched_latents"
+SCRATCH = "cnn_from_labels", "vit_from_labels"  # no pre-training: trained on the labels of the probes
 CONTROLS = RANDOM, CONTROL, PENALTY_ONLY, MISMATCHED  # a claim about the reference arm is above all of them
 # an arm's own two, by name: "parity+penalty_only"; targets where there are no latents beside voxels
 OWN_CONTROLS = {
@@ -58,7 +59,7 @@ class Arm:
 
     name: str
     label: str
-    factor: str  # "recipe", or what an ablation changes
+    factor: str  # "recipe", "labels", or what an ablation changes
     changes: tuple[str, ...] = ()
     compared_with: str = REFERENCE  # an ablation: the arm that it changes one thing of
     is_trained: bool = True
@@ -72,6 +73,10 @@ class Arm:
 
 
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
+SCRATCH_ARMS = tuple(
+    Arm(name, f"{label} from scratch, on the labels alone", "labels", is_trained=False)
+    for name, label in zip(SCRATCH, ("a small 3D CNN", "a ViT of the encoder's size"), strict=True)
+)
 ARMS = (
     Arm("vjepa2", "vjepa2, vicreg 0.05, neighbours 1 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
@@ -144,7 +149,7 @@ def arm_by_name(name: str) -> Arm:
                 f"--arm: expected an arm that makes claims before +{control}, found the control {base}"
             )
         return own_control(arm, control)
-    arms = {arm.name: arm for arm in (RANDOM_ARM, *ARMS)}
+    arms = {arm.name: arm for arm in (RANDOM_ARM, *SCRATCH_ARMS, *ARMS)}
     if name not in arms:
         raise UserError(f"--arm: expected one of {', '.join(arms)}, found {name}")
     return arms[name]

@@ -28,6 +28,7 @@ from benchmarks.evidence.arms import (
     CONTROLS,
     RANDOM,
     REFERENCE,
+    SCRATCH,
     TRAINED,
     arm_by_name,
     arm_config,
@@ -42,6 +43,7 @@ from benchmarks.evidence.patches import PATCHES
 from benchmarks.evidence.queue import BASELINES, Plan, Queue, jobs_of
 from benchmarks.evidence.real import make_real_data, refuse_real
 from benchmarks.evidence.scores import Baseline, baseline_features, encoder_features, save_scores, score
+from benchmarks.evidence.scratch import scratch_scores
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.features.slices import SliceEncoder, image_encoder_of
@@ -61,6 +63,8 @@ def scorer_of(plan: Plan, store: PreparedStore, truth: Truth, name: str, seed: i
     if name in baselines:
         _, pooled_of, dense_of = baselines[name]
         return lambda labels: score(labels, pooled_of, dense_of, reference.grid)
+    if name in SCRATCH:
+        return lambda labels: scratch_scores(reference, store, labels, name, seed)
     pooled, dense, _ = features_of(plan, store, truth, name, seed)
     return lambda labels: score(labels, lambda _: pooled, lambda _: dense, reference.grid)
 
@@ -86,7 +90,9 @@ def features_of(
 
 
 def score_one(root: Path, name: str, seed: int) -> None:
-    """Score one run, one random initialisation, or all baselines; writes scores.json."""
+    """Score one run, one random initialisation, one network from scratch, or all baselines; writes
+    scores.json.
+    """
     torch.set_num_threads(1)
     plan = Plan.load(root)
     truth, store = read_truth(root), PreparedStore.open(str(root / "evaluation_store"))
@@ -98,6 +104,8 @@ def score_one(root: Path, name: str, seed: int) -> None:
         return
     arm, facts = arm_by_name(name), {"name": name, "seed": seed}
     folder = run_dir(root, arm, seed)
+    if name in SCRATCH:
+        return save_scores(folder, scorer_of(plan, store, truth, name, seed)(truth), facts)
     pooled, dense, rank = features_of(plan, store, truth, name, seed)
     if arm.is_trained:
         facts |= training_facts(folder, plan.config(name, seed))
@@ -145,7 +153,8 @@ def trained_of(only: str | None) -> list[str] | None:
     """The arms that a run with `--only` trains: these, the reference and its controls; None: all."""
     if only is None:
         return None
-    return list(dict.fromkeys([REFERENCE, *(name for name in CONTROLS if name != RANDOM), *only.split(",")]))
+    asked = [name for name in only.split(",") if name not in SCRATCH]
+    return list(dict.fromkeys([REFERENCE, *(name for name in CONTROLS if name != RANDOM), *asked]))
 
 
 def real(root: Path, args: argparse.Namespace) -> None:
@@ -174,6 +183,8 @@ def refuse_mistakes(args: argparse.Namespace) -> None:
         raise UserError(f"--budget: expected a number above 0, found {args.budget:g}")
     names = [arm.name for arm in TRAINED]
     asked = set(filter(None, (given.get("only") or "").split(",")))
+    if args.command in ("run", "real", "curves"):
+        asked -= {*SCRATCH}
     if unknown := asked - set(names):
         raise UserError(f"--only: expected some of {', '.join(names)}, found {', '.join(sorted(unknown))}")
 
@@ -223,7 +234,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--seeds", type=int, default=3)
             command.add_argument("--budget", type=float, default=300.0, help="seconds for each arm and seed")
             command.add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
-            command.add_argument("--only", metavar="ARM,ARM", help="only these arms, beside the controls")
+            only = f"these arms alone, beside the controls; {', '.join(SCRATCH)}: no pre-training"
+            command.add_argument("--only", metavar="ARM,ARM", help=only)
             add_image_arguments(command)
         if name in ("data", "real", "calibrate", "run"):
             command.add_argument("--change", action="append", default=[], metavar="section.key=value")

@@ -114,7 +114,7 @@ def read_curve(root: Path, row: Scored, task: str, counts: Sequence[int], draws_
     return Curve(
         row.label,
         row.is_pretrained,
-        row.factor == "baseline" or row.name == RANDOM,
+        row.factor in ("baseline", "labels") or row.name == RANDOM,
         np.array(scores),
         np.array(draws),
         np.mean(gains, axis=0),

@@ -26,6 +26,8 @@ from benchmarks.evidence.arms import (
     RANDOM,
     RANDOM_ARM,
     REFERENCE,
+    SCRATCH,
+    SCRATCH_ARMS,
     TRAINED,
     Arm,
     controls_of_claims,
@@ -127,8 +129,8 @@ class Scored:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether it makes claims: no baseline, no control."""
-        return self.name not in CONTROLS and self.factor not in ("baseline", "control")
+        """Whether it makes claims: no baseline, no network from labels, no control."""
+        return self.name not in (*CONTROLS, *SCRATCH) and self.factor not in ("baseline", "control")
 
     def by_seed(self, task: str) -> list[float]:
         """The score of every seed that has one."""
@@ -185,8 +187,10 @@ def difference(first: Scored, second: Scored, task: str, draws_SP: np.ndarray) -
 
 
 def best_free(scored: dict[str, Scored]) -> dict[str, str]:
-    """Task -> the baseline whose score is highest on the evaluated people."""
-    free = [entry for entry in scored.values() if entry.factor == "baseline"]
+    """Task -> the row without pre-training whose score is highest on the evaluated people: a baseline, or a
+    network trained from scratch on the same labels.
+    """
+    free = [entry for entry in scored.values() if entry.factor in ("baseline", "labels")]
     return {
         task: max(having, key=lambda entry: entry.point(task)).name
         for task in TASKS
@@ -204,7 +208,7 @@ def read_rows(plan: Plan) -> dict[str, Scored]:
     """All rows by name, in their order; UserError if random initialisation, the reference or the control has
     no scores.
     """
-    scored = {arm.name: read_arm(plan, arm) for arm in (*ARMS, RANDOM_ARM)}
+    scored = {arm.name: read_arm(plan, arm) for arm in (*ARMS, RANDOM_ARM, *SCRATCH_ARMS)}
     missing = [name for name in (RANDOM, REFERENCE, CONTROL) if not scored[name].seeds]
     if missing:
         raise UserError(

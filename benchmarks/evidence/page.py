@@ -113,7 +113,7 @@ def eyes_used(root: Path) -> str:
 
 def page_of(table: Results, plan: Plan) -> str:
     """The page."""
-    trained = [r for r in table.rows if r.factor != "baseline" and r.name != RANDOM]
+    trained = [r for r in table.rows if r.factor not in ("baseline", "labels") and r.name != RANDOM]
     not_run = [arm.label for arm in ARMS if arm.name not in {r.name for r in table.rows}]
     return "\n".join(
         [

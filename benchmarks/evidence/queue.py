@@ -23,6 +23,7 @@ from benchmarks.evidence.arms import (
     CONTROLS,
     RANDOM_ARM,
     REFERENCE,
+    SCRATCH_ARMS,
     TRAINED,
     Arm,
     arm_by_name,
@@ -147,13 +148,15 @@ class Job:
 
 
 def jobs_of(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
-    """Baselines and random initialisation first, then one seed of every arm after another.
+    """Baselines, random initialisation and what is trained only on labels first, then one seed of every arm
+    after another.
 
     `only`: these arms and own controls, and those that every claim refers to.
     """
     needs = (*(["slices"] if plan.image else []), LAST_BASELINE)
     jobs = [Job(None, 0, plan.root / BASELINES, needs=needs)]
-    jobs += [Job(RANDOM_ARM, s, run_dir(plan.root, RANDOM_ARM, s)) for s in range(plan.seeds)]
+    first = [RANDOM_ARM, *(arm for arm in SCRATCH_ARMS if only is None or arm.name in only)]
+    jobs += [Job(arm, s, run_dir(plan.root, arm, s)) for arm in first for s in range(plan.seeds)]
     arms = ARMS if only is None else [a for a in TRAINED if a.name in {*only, REFERENCE, *CONTROLS}]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
 

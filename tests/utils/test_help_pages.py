@@ -59,7 +59,7 @@ def test_keys_that_matter_exist() -> None:
 
 def test_the_pages_of_docstrings_are_found() -> None:
     own = {"data_setup.export", "data_setup.index", "utils.doctor"}  # have their own --help
-    measuring = {"accelerator", "evidence", "phantom_truth", "tpu_fit"}
+    measuring = {"accelerator", "evidence", "phantom_difficulty", "phantom_truth", "tpu_fit"}
     assert set(PAGES) == COMMANDS - own | {f"benchmarks.{name}" for name in measuring}
     assert "train.max_steps" in PAGES["pretraining.train"].keys
     assert "Keys that matter" not in PAGES["pretraining.train"].details

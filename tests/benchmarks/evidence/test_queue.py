@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence.arms import ARMS, CONTROLS, REFERENCE, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.arms import ARMS, CONTROLS, REFERENCE, SCRATCH, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.queue import BASELINES, LAST_BASELINE, Job, Plan, Queue, jobs_of
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import to_yaml
@@ -97,7 +97,8 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
 
     assert names(["mae_plain"]) == [BASELINES, "random", "vjepa2", *CONTROLS[1:], "mae_plain"]
     assert names([]) == [BASELINES, "random", "vjepa2", *CONTROLS[1:]]
-    assert names(None) == [BASELINES, "random", *(arm.name for arm in ARMS)]
+    assert names([SCRATCH[0]]) == [BASELINES, "random", SCRATCH[0], "vjepa2", *CONTROLS[1:]]
+    assert names(None) == [BASELINES, "random", *SCRATCH, *(arm.name for arm in ARMS)]
     # an image model that is asked for later makes the baselines' job one that is not done
     (tmp_path / BASELINES / LAST_BASELINE).mkdir(parents=True)
     (tmp_path / BASELINES / LAST_BASELINE / "scores.json").touch()
@@ -119,17 +120,19 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
 
     out = tmp_path / "results.md"
     evidence_command("data", "--pretraining", "8", "--evaluation", "24", *changes)
-    only = ("--only", "penalty_only")  # the reference and the other controls come along
+    only = ("--only", f"penalty_only,{SCRATCH[0]}")  # the reference and the other controls come along
     evidence_command("run", "--steps", "2", "--seeds", "1", *only, *changes)
     evidence_command("table", "--out", str(out))
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     trained = {"vjepa2", *CONTROLS[1:]}
     free = {"voxel_pca", "ascan_profile", "device", "place", "own_voxels", "27_patches"}
     free |= {f"{width}_random_of_27" for width in (192, 1024)}
-    assert {r["name"] for r in rows} == {"random", *trained, *free}
+    assert {r["name"] for r in rows} == {"random", SCRATCH[0], *trained, *free}
     assert all(r["facts"]["steps"] == 2 and r["failed"] == 0 for r in rows if r["name"] in trained)
     assert "Above the best row without an encoder and all controls" in out.read_text()
-    read = next(r for r in rows if r["name"] == "random")["tasks"]
-    assert set(read) == {"classes", "thickness", "occupancy"} | {
+    taught = next(r for r in rows if r["name"] == SCRATCH[0])["tasks"]
+    assert set(taught) == {"classes", "thickness", "occupancy"} | {
         f"{task}_hidden" for task in ("classes", "thickness", "occupancy")
     }
+    place = next(r for r in rows if r["name"] == "place")["tasks"]["occupancy"]["score"]
+    assert taught["occupancy"]["score"] > place + 0.1

@@ -156,7 +156,7 @@ def _check_apart(entries: Sequence[zipfile.ZipInfo]) -> None:
     """Raise ArchiveFault for two entries of the same bytes: a few of them are a whole disk when expanded."""
     for one, other in pairwise(sorted(entries, key=lambda entry: entry.header_offset)):
         if one.header_offset + _LOCAL_HEADER.size + one.compress_size > other.header_offset:
-            expected = "bytes of its own for each member"
+            expected = "separate bytes for each member"
             raise ArchiveFault(f"{other.orig_filename[:200]!r}: overlap", expected, "those of another one")
 
 

@@ -122,7 +122,7 @@ def format_grid(validation: dict[str, Any]) -> str:
             f"{row['learning_rate']:>13g} {row['weight_decay']:>12g} {row['epoch']:>6} {row['score']:>24.4f} "
             f"{row['loss']:>8.4f}{mark}"
         )
-    return "\n".join([*lines, "Chosen on validation alone; the evaluated participants were not looked at."])
+    return "\n".join([*lines, "Chosen only on validation; the evaluated participants were not looked at."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -113,7 +113,9 @@ def log_end(
     for line in closing_lines(raised):
         log.info("%s", line)
     if not is_over:
-        next_time = "to go on" if cfg.train.ckpt_dir is not None else "to start anew (train.ckpt_dir is null)"
+        next_time = (
+            "to go on" if cfg.train.ckpt_dir is not None else "to start at step 0 (train.ckpt_dir is null)"
+        )
         text = "stopped by %s at step %d of %d; run the same command again %s"
         log.info(text, stopped_by, step, total, next_time)
         return

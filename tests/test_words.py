@@ -65,6 +65,15 @@ def help_texts(path: Path) -> Iterator[str]:
                     yield part.value
 
 
+def messages(path: Path) -> Iterator[str]:
+    """What errors, logs and tables say: texts of two words or more that are no docstring."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value if " " in node.value.strip() else ""
+
+
 def everything() -> dict[str, str]:
     """Where -> what a user reads there."""
     pages = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -72,7 +81,7 @@ def everything() -> dict[str, str]:
     texts |= {f"configs/{path.name}": comments(path) for path in sorted((ROOT / "configs").glob("*.yaml"))}
     for room in ROOMS:
         for path in sorted((ROOT / room).glob("**/*.py")):
-            texts[str(path.relative_to(ROOT))] = flat(" ".join(help_texts(path)))
+            texts[str(path.relative_to(ROOT))] = flat(" | ".join([*help_texts(path), *messages(path)]))
     texts["meanings of keys"] = flat(" ".join(key.meaning for key in keys().values()))
     return texts
 

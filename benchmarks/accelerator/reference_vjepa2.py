@@ -29,7 +29,7 @@ class ReferenceVJEPA2(nn.Module):
         assert isinstance(predictor, Predictor3D)
         d, h, w = encoder.grid
         patch = encoder.patch_embed.patch
-        assert (h, patch[1]) == (w, patch[2]), "the reference knows square grids alone"
+        assert (h, patch[1]) == (w, patch[2]), "the reference knows only square grids"
         shape = {
             "patch_size": patch[1],
             "crop_size": h * patch[1],

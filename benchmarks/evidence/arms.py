@@ -74,14 +74,14 @@ class Arm:
 
 RANDOM_ARM = Arm(RANDOM, "random initialisation", "recipe", is_trained=False)
 SCRATCH_ARMS = tuple(
-    Arm(name, f"{label} from scratch, on the labels alone", "labels", is_trained=False)
+    Arm(name, f"{label} from scratch, on only the labels", "labels", is_trained=False)
     for name, label in zip(SCRATCH, ("a small 3D CNN", "a ViT of the encoder's size"), strict=True)
 )
 ARMS = (
     Arm("vjepa2", "vjepa2, vicreg 0.05, neighbours 1 (as shipped)", "recipe"),
     Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
     Arm(
-        PENALTY_ONLY, "penalty alone, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
+        PENALTY_ONLY, "penalty only, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
     ),
     Arm(
         MISMATCHED,

@@ -234,7 +234,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--seeds", type=int, default=3)
             command.add_argument("--budget", type=float, default=300.0, help="seconds for each arm and seed")
             command.add_argument("--steps", type=int, help="the same steps for every arm instead of a budget")
-            only = f"these arms alone, beside the controls; {', '.join(SCRATCH)}: no pre-training"
+            only = f"only these arms, beside the controls; {', '.join(SCRATCH)}: no pre-training"
             command.add_argument("--only", metavar="ARM,ARM", help=only)
             add_image_arguments(command)
         if name in ("data", "real", "calibrate", "run"):

@@ -54,7 +54,7 @@ def claims(rows: Sequence[Row], best_free: Mapping[str, str]) -> list[str]:
     """Per task: which rows are above every control and the best row without an encoder, and what the others
     are not above.
     """
-    own = "its own penalty alone, if it has one, and its own with latents or targets of another volume"
+    own = "only its own penalty, if it has one, and its own with latents or targets of another volume"
     lines = [
         f"Above the best row without an encoder and all controls (random initialisation, two steps of "
         f"`{REFERENCE}`, {own}):",

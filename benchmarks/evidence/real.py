@@ -123,7 +123,7 @@ def write_real_truth(
         draw_labels(root / PICTURES, records[path], volumes[int(row)])
     count = max(int(labels.max()) for labels in volumes.values())
     if count == 0:
-        raise UserError(f"{data / 'manifest.tsv'}: expected label volumes with layers 1..L, found 0 alone")
+        raise UserError(f"{data / 'manifest.tsv'}: expected label volumes with layers 1..L, found only 0")
     shares = {
         row: token_shares(
             (
@@ -159,7 +159,7 @@ def read_labels(path: Path, record: Record, shape: tuple[int, ...]) -> np.ndarra
     if low < 0 or high > MOST_LAYERS:
         raise UserError(
             f"{path}: expected 0 for no layer and layers up to {MOST_LAYERS}, found {low} to {high}; a voxel "
-            "that nobody labelled counts as no layer, so leave such a scan out"
+            "that nobody labelled counts as no layer, so leave that scan out"
         )
     header = labelled_header(record, None) if lies_as_file else None
     return (labels if header is None else header.from_file_order(labels)).astype(np.uint8)
@@ -194,9 +194,7 @@ def settle_source(root: Path, data: Path, table: pd.DataFrame) -> None:
     mark = root / SOURCE
     if not mark.exists():
         if (root / "truth.npz").exists() or (root / "pretraining" / "synthetic.json").exists():
-            raise UserError(
-                f"{root}: expected a root of its own for these eyes, found that of `evidence data`"
-            )
+            raise UserError(f"{root}: expected another root for these eyes, found that of `evidence data`")
         mark.write_text(json.dumps(now, indent=1) + "\n")
         return
     before = json.loads(mark.read_text())

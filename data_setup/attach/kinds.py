@@ -28,7 +28,7 @@ COLUMNS: dict[str, tuple[str, str]] = {  # name -> (pandas type, meaning)
     "source": ("str", "sizes and versions of all files when they were read: a digest"),
     "volume": ("str", "checksum of the volume that the file was laid on"),
     "surfaces": ("str", "names from the vitreous down, | between; their order is that of the array"),
-    "notes": ("str", "oddities that do not hinder, | between"),
+    "notes": ("str", "oddities that do no harm, | between"),
     "map_d": ("float64", "B-scans of the map"),
     "map_w": ("float64", "A-scans of the map"),
     "flow_d": ("float64", "B-scans of the cube"),

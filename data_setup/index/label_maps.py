@@ -204,6 +204,6 @@ def _directed(drawn: Surfaces, file: IO[bytes], url: str, spacing_mm: Triple | N
     spacing = spacing_mm[1] if spacing_mm else np.inf  # of what a YAML still has to say: 1 row
     steps = [edge_step(frames, rows[chosen], spacing) for rows in (first, first[::-1])]
     if max(steps) < LEAST_STEP or max(steps) < CLEARER_STEP * min(steps):
-        expected = f"B-scans that get brighter below {drawn.names[0]} one way alone"
+        expected = f"B-scans that get brighter below {drawn.names[0]} only one way"
         raise OCTReadError(url, RejectReason.NO_EDGE, expected, f"steps of {steps[0]:.2f} and {steps[1]:.2f}")
     return drawn if steps[0] > steps[1] else replace(drawn, heights=drawn.heights[:, ::-1])

@@ -145,7 +145,7 @@ def _doubts(rows: Sequence[Entry]) -> list[str]:
         )
     if some := [" and ".join(sorted(ids)) for _, ids in sorted(spellings.items()) if len(ids) > 1]:
         lines.append(
-            f"  warning: {len(some)} ids of headers differ in case or blanks alone, each taken for another "
+            f"  warning: {len(some)} ids of headers differ only in case or blanks, each taken for another "
             f"person: {_some(some)}"
         )
     return lines

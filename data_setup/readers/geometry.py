@@ -174,7 +174,7 @@ def _check_one_volume(raw: RawGeometry, protocol: Protocol | None, url: str) -> 
     faults = {
         f"protocol {protocol.name if protocol else None}": protocol is not None and not protocol.is_volume,
         f"OphthalmicImageOrientation {shapes}": bool(raw.shapes - {"LINEAR"}),
-        f"{len(raw.stacks)} stacks (StackID): write each to a file of its own": len(raw.stacks) > 1,
+        f"{len(raw.stacks)} stacks (StackID): write each to a separate file": len(raw.stacks) > 1,
     }
     for actual in (text for text, is_fault in faults.items() if is_fault):
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)
@@ -341,7 +341,7 @@ def _spacing(
     if chosen is None:
         actual = "none"
         if (thickness := stated["thickness"]) is not None:
-            why = "which Cirrus fills with the lateral" if is_trap else "the thickness of a B-scan, alone"
+            why = "which Cirrus fills with the lateral" if is_trap else "only the thickness of a B-scan"
             actual = f"SliceThickness {number(thickness[1], _SHOWN_MM)}, {why}"
         expected = "a distance between B-scans (SpacingBetweenSlices, positions)"
         raise OCTReadError(url, RejectReason.MISSING_SPACING, expected, actual)

@@ -101,7 +101,7 @@ class StoreWriter:
                 advice = ", or --rebase if its files have moved there" if key == "source_root" else ""
                 raise UserError(
                     f"{self.url}: {key}: expected {expected}, found {stored.get(key)}; "
-                    f"give this configuration a data.store of its own{advice}"
+                    f"give this configuration another data.store{advice}"
                 )
         if moved:
             url = storage.join(self.url, "zarr.json")

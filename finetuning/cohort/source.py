@@ -147,8 +147,8 @@ def require_known_place(place: str, url: str, key: str, overrides: Sequence[str]
         return
     shown = storage.redact(place)
     raise UserError(
-        f"{url}: expected files of this machine or of the head's own bucket, found {shown}, which this file "
-        f"alone names; nothing was asked of it: add {key}={shown} if you trust it, or the place of your copy"
+        f"{url}: expected files of this machine or of the head's own bucket, found {shown}, which only "
+        f"this file names; nothing was asked of it: add {key}={shown} if you trust it, or the place of a copy"
     )
 
 

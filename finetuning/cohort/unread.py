@@ -20,7 +20,7 @@ from utils.config.written import read_file, read_words
 from utils.errors import ConfigError
 
 PLAIN = "features are of plain volumes"
-ONE_FILE = "head.pt alone is written"
+ONE_FILE = "only head.pt is written"
 # key, or section with a dot at its end -> what is done instead
 NEITHER = {
     "optim.cooldown_ratio": "the rate falls as a cosine",
@@ -48,7 +48,7 @@ FROZEN_DENSE = {
     "finetune.layer_decay": "the encoder's layers do not move",
     "train.activation_checkpointing": "the encoder is not trained",
 }
-PLAIN_DENSE = {"augment.": "planes are moved for head.kind=unetr alone"}
+PLAIN_DENSE = {"augment.": "planes are moved only for head.kind=unetr"}
 UNREAD: dict[str, Mapping[str, str]] = {
     "frozen": {
         **NEITHER,

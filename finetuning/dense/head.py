@@ -43,7 +43,7 @@ LABELS = {
     RANDOM: "random initialisation",
     "27_patches": "voxels of 27 tokens, averaged",
     "random_of_27": f"{WIDE:,} random ReLU features of 27 tokens",
-    ALONE: "the same decoder on voxels alone",
+    ALONE: "the same decoder on only voxels",
     IMAGE: "the same decoder on an image model",
     UNET: "2D U-Net from scratch, equal processor time",
     GRADER: "second grader",

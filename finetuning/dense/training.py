@@ -389,4 +389,4 @@ def format_arms(validation: Mapping[str, Mapping[str, Any]], title: str, form: s
     lines = [f"{'encoder':<14} {'epoch':>6} {title:>26}"]
     for name, best in validation.items():
         lines.append(f"{name:<14} {best['epoch']:>6} {form.format(best[metric]):>26}")
-    return "\n".join([*lines, "Chosen on validation alone; the evaluated participants were not looked at."])
+    return "\n".join([*lines, "Chosen only on validation; the evaluated participants were not looked at."])

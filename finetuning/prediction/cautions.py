@@ -52,7 +52,7 @@ def cautions_of(fields: Mapping[str, Any], percentile: float | None) -> list[str
             texts.append(text.format(fields[name]))
     if is_far(percentile):
         texts.append(
-            f"features farther from the training set than {percentile:.0f} % of its own held-out volumes"
+            f"features farther from the training set than {percentile:.0f} % of its held-out volumes"
         )
     return texts
 

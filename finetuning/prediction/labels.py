@@ -182,7 +182,7 @@ def distance_text(percentile: float | None) -> str:
     """The distance in words."""
     if percentile is None:
         return f"Distance from the training set {NO_DISTANCE}."
-    return f"Features: farther from the training set than {percentile:.0f} % of its own held-out volumes."
+    return f"Features: farther from the training set than {percentile:.0f} % of its held-out volumes."
 
 
 def short_name(path: str, limit: int = 70) -> str:

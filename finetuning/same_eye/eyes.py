@@ -71,7 +71,7 @@ def choose_eyes(cfg: Config, store: PreparedStore) -> Eyes:
             "them with --every-device"
         )
     log.info(
-        "%d volumes of %d eyes; %d others of the same eye and device, or of one device alone, are left out",
+        "%d volumes of %d eyes; %d others of the same eye and device, or of only one device, are left out",
         len(paired), paired["eye"].nunique(), len(asked) - len(paired),
     )  # fmt: skip
     train = index[index["split"] == "train"]

@@ -158,7 +158,7 @@ def markdown(result: Content) -> str:
     ]
     note = (
         "Of the same eye on another device and other eyes on the same device: how often the former is "
-        "nearest. 1: the eye alone; 0: the device alone; in random order "
+        "nearest. 1: only the eye; 0: only the device; in random order "
         f"{number(result['rows'][0]['robustness_chance'])}."
     )
     rows = [[row["label"], row["features"], estimate(row["robustness"])] for row in result["rows"]]

@@ -236,7 +236,7 @@ def _read_safetensors(url: str, names: list[str], options: StorageOptions | None
 def _hugging_face(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> Weights:
     encoder, predictor, unknown = from_hf(tensors)
     if unknown:
-        raise CheckpointError(f"{url}: expected parameters of VJEPA2Model alone, found {some(unknown)}")
+        raise CheckpointError(f"{url}: expected only parameters of VJEPA2Model, found {some(unknown)}")
     for key, ours in FIXED.items():
         if config[key] != ours:
             raise CheckpointError(f"{url}/config.json: {key}: expected {ours}, found {config[key]}")

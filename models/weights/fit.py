@@ -123,7 +123,7 @@ def fit(weights: Weights, cfg: Config) -> Fit:
         lines += [Line("missing", f"predictor.{name}", f"random: {reason}") for name in ours]
     roles = tuple(f"{role}." for role in ROLES)
     heads = [name for name in model.state_dict() if not name.startswith(roles)]
-    lines += [Line("missing", name, "random: of pre-training alone") for name in heads]
+    lines += [Line("missing", name, "random: only pre-training uses it") for name in heads]
     return Fit(tensors, lines)
 
 

@@ -117,7 +117,7 @@ def _renamed(
     url: str, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors by our names, and why each of the others is left out."""
-    left_out = {name: "of its own task" for name in tensors if name.startswith(UNUSED)}
+    left_out = {name: "of its task" for name in tensors if name.startswith(UNUSED)}
     theirs = {PREFIX.sub("", name): t for name, t in tensors.items() if name not in left_out}
     special = [CLASS_TOKEN, TABLE, *([REGISTERS] if "registers" in config["model_type"] else [])]
     missing = [name for name in special if name not in theirs]

@@ -157,7 +157,7 @@ def measure_batch(run: Run, cpu_batch: Batch, batch: Batch, *, is_leak_checked: 
     positions_P = evenly_spaced(num_tokens, min(64, -(-SKILL_TOKENS // num_volumes)))
     positions_P = runtime.to_device_replicated(positions_P)
     output = predict(run.model, batch, runtime, stochastic=False)
-    assert output.features_all_BNE is not None, "None in training alone"
+    assert output.features_all_BNE is not None, "None only in training"
     scored = select(
         positions_P, num_tokens, output.prediction_BME, output.target_BME,
         batch["target"], batch["target_valid"],

@@ -128,7 +128,7 @@ def test_rows_never_move(filled: StoreWriter) -> None:
 def test_another_geometry_is_refused(filled: StoreWriter) -> None:
     filled.create(SPATIAL, "gs://source", synthetic=True)
     other = dataclasses.replace(SPATIAL, target_spacing=(0.2, 0.02, 0.02))
-    with pytest.raises(UserError, match=r"geometry: expected .*0\.2.*found .*0\.1.*data\.store of its own"):
+    with pytest.raises(UserError, match=r"geometry: expected .*0\.2.*found .*0\.1.*another data\.store"):
         filled.create(other, "gs://source", synthetic=True)
     with pytest.raises(UserError, match="synthetic: expected False, found True"):
         filled.create(SPATIAL, "gs://source", synthetic=False)

@@ -294,7 +294,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_anew_and_says_so(
         train(cfg)
     monkeypatch.undo()
     assert train(cfg) == 0
-    assert "the run ended at about step 2 and begins anew at step 0" in (run / "log.txt").read_text()
+    assert "the run ended at about step 2 and begins again at step 0" in (run / "log.txt").read_text()
     assert [r["step"] for r in metrics(run) if "train/loss" in r] == [1, 2, 3, 4]
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(UserError, match="which is at step 4"):

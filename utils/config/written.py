@@ -105,7 +105,7 @@ def _value_of(key: str, value: str, word: str) -> Any:
     node = yaml.compose(value, Loader=yaml.SafeLoader)
     rest = value[node.end_mark.index :].strip() if node else value
     if node is None or rest:
-        raise ConfigError(f"override {word!r}: expected a value alone, found {rest!r} after it")
+        raise ConfigError(f"override {word!r}: expected one value, found {rest!r} after it")
     return _content(node, hint, key, f"override {word!r}")
 
 

@@ -69,7 +69,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "Share of the volume",
         ("train/volume_share",),
-        "What the position alone does not tell of the targets; near zero: they hold nothing else.",
+        "What the position does not tell of the targets; near zero: they hold nothing else.",
     ),
     (
         "Penalty to prediction",

@@ -56,10 +56,10 @@ def refuse_lost_checkpoints(cfg: Config) -> None:
     if not (run_dir / NO_CHECKPOINT_YET).exists():
         raise UserError(
             f"{run_dir}: expected checkpoints of this run, which is at step {max(steps)}, found none in "
-            f"train.ckpt_dir {where}; bring them back, or begin anew with another run.dir"
+            f"train.ckpt_dir {where}; bring them back, or begin again with another run.dir"
         )
     why = "train.ckpt_dir is null" if where is None else f"{where} had no checkpoint yet"
-    log.warning("the run ended at about step %d and begins anew at step 0: %s", max(steps), why)
+    log.warning("the run ended at about step %d and begins again at step 0: %s", max(steps), why)
 
 
 def bring_back(cfg: Config, start_step: int) -> None:

@@ -29,7 +29,7 @@ from utils.runtime.single import Runtime
 
 NOTES = (
     "Dice is of one volume. A volume whose labels have none of a class has no Dice "
-    "of it; what is seen of it there stands beside, in mm3.",
+    "of it; what is predicted of it there is beside, in mm3.",
     "A lesion is what touches by faces, edges or corners; it is found where a prediction of its class shares "
     "a voxel with it, and a predicted one that shares none is false.",
     "Means are over a participant's volumes, then over participants; intervals resample participants.",

@@ -220,7 +220,7 @@ def _of_head(
 ) -> tuple[dict[str, bytes], np.ndarray, list[str]]:
     """The files of a head by name, what it says of the golden eye, and lines as of `_programs`."""
     reads = head.facts["reads"]
-    no_onnx = None if contract["onnx"] == "onnx" and head.grid is None else "torch alone"
+    no_onnx = None if contract["onnx"] == "onnx" and head.grid is None else "only torch"
     named = READS[reads], OF_HEAD[reads]
     _, files, lines = _programs(head.module, given, None, (HEAD, HEAD_ONNX), named, no_onnx)
     files |= {} if head.grid is None else {GRID: head.grid}

@@ -141,7 +141,7 @@ def test_a_root_is_of_one_set_of_eyes_and_never_of_the_phantom(eyes: Path, tmp_p
     phantom = tmp_path / "phantom"
     (phantom / "pretraining").mkdir(parents=True)
     (phantom / "pretraining" / "synthetic.json").touch()
-    with pytest.raises(UserError, match="expected a root of its own for these eyes, found that of"):
+    with pytest.raises(UserError, match="expected another root for these eyes, found that of"):
         settle_source(phantom, eyes, read_table(eyes))
     with pytest.raises(UserError, match="a root of the phantom for `evidence data`"):
         evidence.main(["data", "--root", str(root)])

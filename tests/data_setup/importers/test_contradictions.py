@@ -218,7 +218,7 @@ def test_the_manifest_tells_the_cirrus_distance(tmp_path: Path, model: str | Non
     assert np.array_equal(volume, speckle(16))
     if model != "CIRRUS HD-OCT 5000":  # of no known device, so its SliceThickness is none either
         own = reject(path, device="cirrus_of_clinic_a", protocol="cube")
-        assert (own[0], "alone" in own[1]) == (RejectReason.MISSING_SPACING, True)
+        assert (own[0], "only the thickness" in own[1]) == (RejectReason.MISSING_SPACING, True)
     reason, text = reject(path, device="zeiss_cirrus", protocol="cube")  # the device alone, without a field
     assert reason == RejectReason.MISSING_SPACING
     assert "which Cirrus fills with the lateral" in text

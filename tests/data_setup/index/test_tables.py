@@ -431,7 +431,7 @@ def test_people_that_may_be_several_or_one_are_said(
     assert people["1004/c.dcm"] == "1004"
     assert "warning: 1 folders are of several people; are they? 1004 of 1004 and MRN-4" in text
     assert "warning: 1 ids of headers are in several top folders, each taken for one person: MRN-3 in" in text
-    assert "differ in case or blanks alone, each taken for another person: MRN-4 and mrn-4" in text
+    assert "differ only in case or blanks, each taken for another person: MRN-4 and mrn-4" in text
     assert "4 people are few: more of them later may move some to another split" in text
 
 

@@ -140,7 +140,7 @@ def test_a_file_that_is_not_the_one_of_its_row_is_a_reject(
 
 def test_another_geometry_is_refused(tree: Path, clean: Path) -> None:
     before = contents(clean)
-    with pytest.raises(UserError, match=r"geometry: expected .*found .*data\.store of its own"):
+    with pytest.raises(UserError, match=r"geometry: expected .*found .*another data\.store"):
         main(arguments(tree, clean, "spatial.image_size=[16, 96, 72]"))
     assert contents(clean) == before
 

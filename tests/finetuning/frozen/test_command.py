@@ -46,7 +46,7 @@ def test_the_command_trains_and_says_what_is_next(
     out = capsys.readouterr().out
     assert out.count("kept") == 1
     assert f"next: python -m finetuning.evaluate --head {run}/checkpoints/head.pt" in out
-    assert "Chosen on validation alone" in out
+    assert "Chosen only on validation" in out
     store = PreparedStore.open(load_checkpoint_config(checkpoint).data.store)
     splits = [set(store.index.loc[rows, "split"]) for rows in asked]
     assert set.union(*splits) == {"train", "val"}  # the distance of features reads those of train alone

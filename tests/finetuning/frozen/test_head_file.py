@@ -74,7 +74,7 @@ def test_no_address_is_asked_that_a_file_alone_names(
     asked = []
     monkeypatch.setattr(socket.socket, "connect", lambda self, where: asked.append(where))
     state = {"encoder": {"url": place, "checksum": "0"}}
-    with pytest.raises(UserError, match=r"alone names; nothing was asked of it: add model\.checkpoint="):
+    with pytest.raises(UserError, match=r"this file names; nothing was asked of it: add model\.checkpoint="):
         checkpoint_of(state, url, None, None)
     assert asked == []
     with pytest.raises(UserError, match="absent"):

@@ -180,7 +180,7 @@ def test_licence_and_digest_go_into_the_checkpoint_and_the_card(
     assert main(["inspect", str(folder)]) == 0
     text = capsys.readouterr().out
     assert "patch       [1, 8, 8], 3 channels, image positions" in text
-    assert "left out: decoder.decoder_norm.bias (of its own task)" in text
+    assert "left out: decoder.decoder_norm.bias (of its task)" in text
     words = ["--config", "configs/smoke_test.yaml", "--out", str(tmp_path / "start.pt")]
     assert main(["import", str(folder), *words, "spatial.image_size=[8,32,32]"]) == 0
     assert load_checkpoint(str(tmp_path / "start.pt"))["imported_from"] == facts["imported_from"]

@@ -44,7 +44,7 @@ def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCa
     before = model.neighbour_head.weight.clone()
     with caplog.at_level("INFO"):
         start_from(model, near, STORE_NORMALISATION)
-    assert "missing neighbour_head.weight: random: of pre-training alone" in caplog.text
+    assert "missing neighbour_head.weight: random: only pre-training uses it" in caplog.text
     assert torch.equal(model.neighbour_head.weight, before)
     assert torch.equal(model.encoder.norm.weight, expected["encoder.norm.weight"])
 

@@ -157,7 +157,7 @@ def test_files_that_are_none_of_the_layouts(tmp_path: Path, capsys: pytest.Captu
     safetensors.torch.save_file(lost, folder / "model.safetensors")
     refused(folder, "encoder: missing: blocks.0.attn.qkv.bias")
     safetensors.torch.save_file({**tensors, "pooler.a": torch.zeros(1)}, folder / "model.safetensors")
-    refused(folder, "expected parameters of VJEPA2Model alone, found pooler.a")
+    refused(folder, "expected only parameters of VJEPA2Model, found pooler.a")
     (folder / "model.safetensors").write_bytes(b"damage")
     refused(folder, "expected safetensors, found damage")
     (folder / "model.safetensors").unlink()

@@ -268,16 +268,16 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 17_584,
+    "data_setup": 16_486,
     "models": 5_535,
-    "pretraining": 2_628,
-    "finetuning": 15_721,
-    "utils": 9_108,
-    "benchmarks": 4_996,
-    "tests": 44_343,
+    "pretraining": 2_586,
+    "finetuning": 14_627,
+    "utils": 8_816,
+    "benchmarks": 4_668,
+    "tests": 43_855,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
-    "data_setup": (20, 8, 60),
+    "data_setup": (20, 5, 49),
     "models": (15, 5, 21),  # the losses have a kernel too
     "pretraining": (10, 5, 25),
     "finetuning": (16, 8, 50),

@@ -81,7 +81,7 @@ class Bench:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()) and not any((out / name).exists() for name in OURS):
             raise UserError(
-                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of before, found other "
+                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of an earlier run, found other "
                 f"files in {out}; runs are removed there, so name a new folder"
             )
         self.write()

@@ -228,6 +228,9 @@ class VJEPA3D(nn.Module):
         """
         # no branch on `enabled`: a skipped update left the encoder finite, so a weight of 0 moves nothing
         weight = torch.where(enabled, 1.0 - momentum, 0.0).float()
-        pairs = zip(self.target_encoder.parameters(), self.encoder.parameters(), strict=True)
-        for average, latest in pairs:
-            average.lerp_(latest, weight)
+        averages: list[Tensor] = list(self.target_encoder.parameters())
+        latest: list[Tensor] = list(self.encoder.parameters())
+        # few calls for all tensors; lerp_ would take one a tensor, since the weight is on the device
+        moves = torch._foreach_sub(latest, averages)
+        torch._foreach_mul_(moves, weight)
+        torch._foreach_add_(averages, moves)

@@ -13,13 +13,16 @@ import logging
 import pickle
 import re
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import TransientError, UserError
 from utils.runtime.processes import Group
-from utils.storage import StorageError
+from utils.storage import Chunks, StorageError
 
 FORMAT_VERSION = 1
 STEP_NAME = re.compile(r"step_(\d{8})\.json")
@@ -160,6 +163,9 @@ class CheckpointWriter:
     write is a warning and does not stop training: the next save replaces a failed step, and writes a failed
     best checkpoint again. `close` raises CheckpointError when the last save failed.
 
+    One copy of the state is in memory, the one that is being written. Those that wait are in files without a
+    name below `waiting_dir`; without it, or where it has no room, in memory too.
+
     keep_last None: nothing in the folder but the names that are written is touched.
     """
 
@@ -170,8 +176,10 @@ class CheckpointWriter:
         options: StorageOptions | None = None,
         is_kept: Callable[[int], bool] = lambda step: False,
         after_step: Callable[[], None] = lambda: None,
+        waiting_dir: Path | None = None,
     ) -> None:
         self.directory, self.keep_last, self.options = directory, keep_last, options
+        self._waiting_dir = waiting_dir
         self._is_kept, self._after_step = is_kept, after_step
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._task: Future[None] | None = None
@@ -193,13 +201,24 @@ class CheckpointWriter:
             for name in self._passing() if any(map(_is_step, names)) else []:
                 log.warning("%s: not written, since writing is slow; the next one is", name)
                 del self._waiting[name]  # before the next one is copied: memory for one of them is enough
-        copy = to_host({**state, "format_version": FORMAT_VERSION})
+            is_first = not self._is_working
+        copy = self._copy({**state, "format_version": FORMAT_VERSION}, is_first)
         snapshot = _Snapshot(copy, self._is_kept(state["step"]), beside or {})
         with self._changed:
             self._waiting.update(dict.fromkeys(names, snapshot))
             if not self._is_working:
                 self._is_working = True
                 self._task = self._pool.submit(self._work)
+
+    def _copy(self, state: dict[str, Any], is_first: bool) -> dict[str, Any]:
+        """The state on the host: in memory, or in files while another is there."""
+        if self._waiting_dir is not None and not is_first:
+            try:
+                return to_host(state, self._waiting_dir)
+            except OSError as error:
+                text = "%s: no room for a checkpoint that waits, it stays in memory: %s"
+                log.warning(text, self._waiting_dir, error)
+        return to_host(state)
 
     def _passing(self) -> list[str]:
         """Names of the steps that wait and may be replaced."""
@@ -265,8 +284,10 @@ class CheckpointWriter:
 
     def _write_one(self, snapshot: _Snapshot, names: list[str], batch: dict[str, _Snapshot]) -> None:
         data = _encode(snapshot.state)
+        checksum = hashlib.sha256()
+        data.feed(checksum.update)
         seal = {
-            "sha256": hashlib.sha256(data).hexdigest(),
+            "sha256": checksum.hexdigest(),
             "size": len(data),
             "step": snapshot.state["step"],
             "permanent": snapshot.permanent,
@@ -329,10 +350,36 @@ def num_bytes(state: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
 
 
-def _encode(state: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
+def _encode(state: dict[str, Any]) -> Chunks:
+    """What torch.save writes, in parts; those of tensors are the tensors' own memory, not a copy of it."""
+    sink = _Sink(state)
+    torch.save(state, sink)  # type: ignore[arg-type]  # it needs no more than write and flush
+    return Chunks(sink.parts)
+
+
+class _Sink:
+    """Collects what torch.save writes. That it writes each tensor's own memory is promised nowhere: where it
+    writes a copy, this keeps one, and a checkpoint takes the state's memory twice while it is written.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.parts: list[bytes | memoryview] = []
+        self._memory: dict[int, memoryview] = {}  # address of a storage -> its bytes
+        for tensor in _tensors(state):
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            if whole.numel():
+                self._memory[whole.data_ptr()] = whole.numpy().data
+
+    def write(self, data: Any) -> int:
+        """Take the tensor's memory where that is what is written, else a copy."""
+        view = memoryview(data).cast("B")
+        own = self._memory.get(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else None
+        is_whole = own is not None and len(own) == len(view)
+        self.parts.append(own if own is not None and is_whole else bytes(view))
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: all is in memory."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -365,12 +412,28 @@ def load_newest(directory: str, options: StorageOptions | None = None) -> dict[s
     return None
 
 
-def to_host(value: Any) -> Any:
-    """A copy with every tensor on the CPU, which later updates do not change."""
+def to_host(value: Any, folder: Path | None = None) -> Any:
+    """A copy with every tensor on the CPU, which later updates do not change; in files without a name in the
+    folder where one is given. Raises OSError where that has no room.
+    """
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if folder is None else _to_file(value, folder)
     if isinstance(value, dict):
-        return {k: to_host(v) for k, v in value.items()}
+        return {k: to_host(v, folder) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [to_host(v) for v in value]
+        return [to_host(v, folder) for v in value]
     return value
+
+
+def _to_file(tensor: Tensor, folder: Path) -> Tensor:
+    """The tensor in a mapped file, which is gone with it. The file is written before it is mapped: a disk
+    without room is an error then; in a mapping it would end the process.
+    """
+    flat = tensor.detach().cpu().contiguous().flatten()
+    if not flat.numel():
+        return torch.empty_like(tensor, device="cpu")
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".checkpoint_waits_") as file:
+        file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        mapped = torch.from_file(file.name, shared=True, size=flat.nbytes, dtype=torch.uint8)
+    return mapped.view(tensor.dtype).view(tensor.shape)

@@ -5,7 +5,8 @@
     python -m benchmarks.accelerator --stages phantom --out DIR
 
 In: the time, and a folder. Out: DIR/results.json, written again after every number, and DIR/page.md with its
-tables. One process; a stage that fails or is out of time is a line, and the next one begins:
+tables; what an earlier call of the same commit and device left in them stays. One process; a stage that
+fails or is out of time is a line, and the next one begins, with the time that earlier ones left:
   phantom     a phantom of 100 people and its store, where DIR does not hold them. The third command makes
               them beforehand: carry DIR/store along (27 MB; a folder that git ignores), and its phantom is
               made again from the seed. Runs that DIR holds are removed and made again
@@ -14,25 +15,26 @@ tables. One process; a stage that fails or is out of time is a line, and the nex
   steps       ViT-B [64, 384, 384] of configs/pretrain_oct_vjepa2.yaml from one volume upwards until memory
               ends: ours, with activation checkpointing, recipe methods, and without penalty and loss of
               neighbours against Hugging Face's V-JEPA 2
-  pretrain    minutes of ViT-S on the phantom, its last gauges
-  truth       its answers beside the rows that need no encoder (benchmarks.phantom_truth)
-  input       the loader from a store of the recommended grid, over what the step takes
   compiled    the steps at their largest batch with torch.compile, the reference's too
   resume      a run that SIGTERM stops against one that nothing stops, bit for bit
+  pretrain    three minutes of ViT-S on the phantom, its last gauges
   predict     seconds from a file to its answer
+  truth       its answers beside the rows that need no encoder (benchmarks.phantom_truth)
+  input       the loader from a store of the recommended grid, over what the step takes
 --tiny: the same stages at sizes for a CPU. The sizes of a table's rows are in it.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import math
 import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,11 +52,10 @@ from utils.runtime.device_peak import device_peak, measure_matmul
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
-SECONDS = {  # of nine minutes, at most; in the order in which the stages run
-    "phantom": 90, "device": 20, "tests": 75, "steps": 100, "pretrain": 210, "truth": 60, "input": 60,
-    "compiled": 120, "resume": 60, "predict": 45,
+SECONDS = {  # shares of the time; in the order in which the stages run
+    "phantom": 40, "device": 10, "tests": 55, "steps": 80, "compiled": 50, "resume": 40, "pretrain": 185,
+    "predict": 20, "truth": 40, "input": 20,
 }  # fmt: skip
-NINE_MINUTES = 540
 GRACE_S = 30  # beyond all, in which a call that never returns to Python is ended
 OURS = "results.json", "store"
 Values = dict[str, Any]
@@ -67,36 +68,54 @@ class TimeUp(BaseException):
 class Bench:
     """The stages' numbers so far, in a file that is whole after each of them."""
 
-    def __init__(self, out: Path, minutes: float, *, tiny: bool) -> None:
-        self.out, self.tiny, self.scale = out, tiny, minutes * 60 / NINE_MINUTES
-        self.ends = time.monotonic() + minutes * 60
+    def __init__(self, out: Path, minutes: float, wanted: Iterable[str] = SECONDS, *, tiny: bool) -> None:
+        self.out, self.tiny, self.wanted = out, tiny, [name for name in SECONDS if name in set(wanted)]
+        self.minutes, self.begins = minutes, time.monotonic()
         self.runtime: Runtime = open_runtime(use_bf16=True)
         self.stages: dict[str, Values] = {}
         self.facts: Values = {
             "commit": git_commit(),
             "machine": describe(),
             "device": self.runtime.device_name,
-            "command": f"python -m benchmarks.accelerator --minutes {minutes:g}{' --tiny' if tiny else ''}",
         }
+        words = f"--minutes {minutes:g}{' --tiny' if tiny else ''} --stages {','.join(self.wanted)}"
+        self.commands = [f"python -m benchmarks.accelerator {words}"]
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()) and not any((out / name).exists() for name in OURS):
             raise UserError(
-                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of an earlier run, found other "
-                f"files in {out}; runs are removed there, so name a new folder"
+                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of an earlier run, found "
+                f"other files in {out}; runs are removed there, so name a new folder"
             )
+        self._keep_earlier()
         self.write()
+
+    def _keep_earlier(self) -> None:
+        """What a call of before has measured of other stages, if it was of this commit and device."""
+        file = self.out / "results.json"
+        known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if known and all(known.get(name) == value for name, value in self.facts.items()):
+            self.stages = {name: v for name, v in known["stages"].items() if name not in self.wanted}
+            self.commands = [*known["commands"], *self.commands]
+
+    def ends(self, name: str) -> float:
+        """When a stage has to be over: it has its share, and what those before it left."""
+        shares = [SECONDS[other] for other in self.wanted]
+        share = sum(shares[: self.wanted.index(name) + 1]) / sum(shares)
+        return self.begins + 60 * self.minutes * share
 
     def write(self) -> None:
         """results.json and page.md of what is known."""
-        text = json.dumps(finite({**self.facts, "stages": self.stages}), indent=1, allow_nan=False)
-        for name, content in (("results.json", text), ("page.md", page(self.facts, self.stages))):
+        stages = {name: self.stages[name] for name in SECONDS if name in self.stages}
+        facts = {**self.facts, "commands": self.commands}
+        text = json.dumps(finite({**facts, "stages": stages}), indent=1, allow_nan=False)
+        for name, content in (("results.json", text), ("page.md", page(facts, stages))):
             partial_file = self.out / f"{name}.partial"
             partial_file.write_text(content + "\n", encoding="utf-8")
             partial_file.replace(self.out / name)
 
     def run(self, name: str, work: Callable[[Callable[[str, Any], None]], Values | None]) -> None:
         """One stage within its time; whatever ends it is written."""
-        limit = min(SECONDS[name] * self.scale, self.ends - time.monotonic())
+        limit = self.ends(name) - time.monotonic()
         values = self.stages[name] = {"status": "no time left"}
         if limit <= 1:
             return self.write()
@@ -123,6 +142,7 @@ class Bench:
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number in (signal.SIGTERM, signal.SIGINT):  # a training took them over
                 signal.signal(number, signal.SIG_DFL)
+        gc.collect()  # of a stage that was cut off
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()
         values["seconds"] = round(time.monotonic() - start, 1)
@@ -165,8 +185,8 @@ def device_facts(bench: Bench) -> Values:
     return facts
 
 
-def run_stages(bench: Bench, wanted: list[str]) -> None:
-    """All of them, in their order."""
+def run_stages(bench: Bench) -> None:
+    """Those that are wanted, in their order."""
     out, runtime = bench.out, bench.runtime
     sizes, size = (steps.TINY, whole.TINY) if bench.tiny else (steps.FULL, whole.FULL)
 
@@ -180,7 +200,7 @@ def run_stages(bench: Bench, wanted: list[str]) -> None:
     works: dict[str, Callable[[Callable[[str, Any], None]], Values | None]] = {
         "phantom": lambda _: whole.phantom_and_store(out, size),
         "device": lambda _: device_facts(bench),
-        "tests": lambda put: whole.gpu_tests(SECONDS["tests"] * bench.scale, put),
+        "tests": lambda put: whole.gpu_tests(bench.ends("tests") - time.monotonic(), put),
         "steps": lambda put: steps.eager_steps(sizes, runtime, peak(), put),
         "pretrain": lambda _: whole.pretrain(out, size),
         "truth": lambda _: whole.truth(out, size),
@@ -189,14 +209,13 @@ def run_stages(bench: Bench, wanted: list[str]) -> None:
         "resume": lambda _: whole.resume(out, size),
         "predict": lambda _: whole.predict_a_volume(out),
     }
-    for name in SECONDS:
-        if name in wanted:
-            bench.run(name, works[name])
+    for name in bench.wanted:
+        bench.run(name, works[name])
 
 
 def page(facts: Values, stages: dict[str, Values]) -> str:
     """The tables of docs/evidence/benchmarks.md."""
-    lines = [f"# {facts['device']}", "", f"    {facts['command']}", ""]
+    lines = [f"# {facts['device']}", "", *(f"    {line}" for line in facts["commands"]), ""]
     lines += [
         f"Commit {facts['commit']}; {facts['machine']}.",
         "",
@@ -262,8 +281,9 @@ def main(argv: list[str] | None = None) -> int:
     setup_logging()
     faulthandler.dump_traceback_later(args.minutes * 60 + GRACE_S, exit=True)
     try:
-        bench = Bench(args.out, args.minutes, tiny=args.tiny)
-        run_stages(bench, wanted)
+        bench = Bench(args.out, args.minutes, wanted, tiny=args.tiny)
+        print(f"{args.out}: {', '.join(bench.wanted)}, {args.minutes:g} minutes at most", flush=True)
+        run_stages(bench)
     except OSError as error:
         raise UserError(f"--out: expected a folder that can be written, found {error}") from error
     finally:

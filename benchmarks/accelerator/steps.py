@@ -202,7 +202,7 @@ def compiled_steps(
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Step time of `plain` over the reference's where both have a batch, and how far their losses differ."""
+    """Step time of `plain` over the reference's where both have a batch."""
     at = {(row["kind"], row["batch"]): row for row in rows if row["fits"]}
     shares = {}
     for (kind, batch), row in at.items():

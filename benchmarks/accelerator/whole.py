@@ -62,7 +62,7 @@ class Size:
 # validation before the first step and after the last
 ALL = "train.val_every_steps=1000000", "train.use_bf16=true", "wandb.mode=disabled"
 BATCH = "train.global_batch_size=32", "train.per_core_batch_size=32"
-FULL = Size(100, 150, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
+FULL = Size(100, 170, (*ALL, *BATCH, "model.size=s", "data.workers=null"), (), (64, 400, 400), 8, 12)
 TINY_GRID = "spatial.image_size=[8,64,64]", "data.workers=0"
 TINY = Size(16, 4, (*ALL, "data.workers=0", "val.max_volumes=4"), TINY_GRID, (16, 96, 96), 2, 6)
 
@@ -72,9 +72,9 @@ def gpu_tests(limit_s: float, put: Callable[[str, Any], None]) -> None:
     skipped where there is no GPU. RuntimeError where one fails.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--no-header"]
-    file = "tests/whole_runs/test_gpu.py"
+    files = sorted(path for path in (ROOT / "tests").glob("**/test_*.py") if "mark.gpu" in path.read_text())
     done = subprocess.run(
-        [*command, file], cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
+        [*command, *files], cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
     )
     put("tail", (done.stdout or done.stderr).strip().splitlines()[-30:])
     put("summary", "".join(f", {line}" for line in done.stdout.strip().splitlines()[-1:]))

@@ -20,7 +20,7 @@ from utils.errors import UserError
 from utils.storage.errors import named_errors, split_scheme
 
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
-SAME = ("schema_version", "format", "precision", "anonymous", "fovea_option")  # of a line that is done
+SAME = ("format", "precision", "anonymous", "fovea_option")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
 Line = dict[str, Any]
 
@@ -49,6 +49,7 @@ class Lines:
             for line in earlier
             if line["status"] == KEPT
             and all(line.get(name) == common.get(name) for name in SAME)
+            and line.get("schema_version", 2) == common["schema_version"]  # the first ones lack it
             and line["version"]
             and line["version"] == versions.get(line["path"])
             and has_files(line)

@@ -49,7 +49,7 @@ from utils.terminal import say, track
 MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 SEGMENTATION = "segmentation"  # of task.kind
 FORMATS = dict.fromkeys(("nifti", NPZ, "png", "seg"), (SEGMENTATION, LAYERS)) | {HEIGHTMAP: (LAYERS,)}
-SCHEMA_VERSION = 3  # of a line; of 2 the arrays and the fovea lie as the reader turns the file
+SCHEMA_VERSION = 2, 3  # of a line; 3: of surfaces or slabs, which before lay as the reader turns the file
 DPI = 100
 PREDICTING = Work("finetuning.predict into this folder", "another --out")
 Predictor = LabelPredictor | DensePredictor
@@ -127,7 +127,7 @@ def _write(
 ) -> tuple[list[Line], int]:
     """The lines that are not done; (all lines, EXIT_FAILURE where a scan has no prediction)."""
     common = {
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": SCHEMA_VERSION[isinstance(head, DenseHead) and head.state["kind"] != SEGMENTATION],
         "head_sha256": head.checksum,
         "encoder_sha256": head.state["encoder"]["checksum"],
         "commit": provenance(runtime)["commit"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_batches_grow_until_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None
     assert row["mfu"] == pytest.approx(flops / row["step_s"] / 1e11)
     assert set(written["ratios"]) == {"plain, batch 1", "plain, batch 2"}
     page = cli.page(
-        {"device": "d", "command": "c", "commit": "0", "machine": "m"},
+        {"device": "d", "commands": ["c"], "commit": "0", "machine": "m"},
         {"steps": {"status": "done", **written}},
     )
     assert "| ours | 4 | does not fit |" in page
@@ -93,9 +94,11 @@ def test_a_ratio_is_of_the_same_batch_and_the_same_compiler() -> None:
 def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("steps", "compiled"):
-        monkeypatch.setitem(cli.SECONDS, name, 2)
-    bench = cli.Bench(tmp_path, 9, tiny=True)
+    shares = {"device": 2, "steps": 3, "compiled": 4, "input": 51}
+    monkeypatch.setattr(cli, "SECONDS", shares)
+    bench = cli.Bench(tmp_path, 1, shares, tiny=True)
+    ends = [round(bench.ends(name) - bench.begins) for name in shares]
+    assert ends == [2, 5, 9, 60], "what a stage leaves is for the next ones"
 
     def late(put: Any) -> None:
         put("rows", [])
@@ -112,21 +115,21 @@ def test_a_stage_that_fails_or_is_late_is_a_line_and_not_the_end(
 
     began = time.monotonic()
     numbers = {"a": 1.5, "inner": {"b": float("nan")}, "c": float("inf"), "d": None}
-    works = ("steps", late), ("compiled", mistaken), ("input", failing), ("device", lambda _: numbers)
+    works = ("device", lambda _: numbers), ("steps", late), ("compiled", mistaken), ("input", failing)
     for name, work in works:
         bench.run(name, work)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 15
     text = (tmp_path / "results.json").read_text()
     stages = json.loads(text, parse_constant=pytest.fail)["stages"]  # NaN and Infinity are no JSON
-    assert stages["steps"]["status"] == "out of time after 2 s"
+    assert re.fullmatch("out of time after [1-5] s", stages["steps"]["status"])
     assert stages["steps"]["rows"] == [], "what was measured before stays"
-    assert stages["compiled"]["status"] == "out of time after 2 s"
+    assert re.fullmatch("out of time after [1-8] s", stages["compiled"]["status"])
     assert stages["input"]["status"] == "failed: ValueError: expected a device, found none"
     assert stages["device"].pop("seconds") >= 0
     assert stages["device"] == {"status": "done", "a": 1.5, "inner": {"b": None}, "c": None, "d": None}
     text = (tmp_path / "page.md").read_text()
     for line in (
-        "steps | out of time after 2 s |",
+        f"steps | {stages['steps']['status']} |",
         "a | 1.5 |",
         "d | not measured |",
         "inner: b | not measured |",
@@ -145,9 +148,9 @@ def test_what_cannot_be_begun_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit, match="2"):
         cli.main(["--out", str(tmp_path / "new"), "--stages", "steps,step"])
     wanted: list[str] = []
-    monkeypatch.setattr(cli, "run_stages", lambda _, names: wanted.extend(names))
+    monkeypatch.setattr(cli, "run_stages", lambda bench: wanted.extend(bench.wanted))
     assert cli.main(["--out", str(tmp_path / "new"), "--stages", "steps"]) == 0
-    assert "device" in wanted, "MFU needs a peak"
+    assert wanted == ["device", "steps"], "MFU needs a peak"
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -155,6 +158,18 @@ def test_what_cannot_be_begun_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cli, "run_stages", full)
     with pytest.raises(UserError, match="No space left"):
         cli.main(["--out", str(tmp_path / "new")])
+
+
+def test_a_second_call_keeps_what_the_first_one_measured(tmp_path: Path) -> None:
+    first = cli.Bench(tmp_path, 9, ["steps", "input"], tiny=True)
+    for name in first.wanted:
+        first.run(name, lambda _: {"rows": [{"kind": "ours", "batch": 4, "fits": False}]})
+    second = cli.Bench(tmp_path, 2, ["input"], tiny=True)
+    known = json.loads((tmp_path / "results.json").read_text())
+    assert (list(known["stages"]), second.stages["steps"]["rows"][0]["batch"]) == (["steps"], 4)
+    assert [line.split("--minutes ")[1][0] for line in known["commands"]] == ["9", "2"]
+    (tmp_path / "results.json").write_text(json.dumps(known | {"commit": "another"}))
+    assert not cli.Bench(tmp_path, 2, ["input"], tiny=True).stages
 
 
 def test_a_store_that_was_carried_along_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +189,7 @@ def test_without_a_peak_there_is_no_share_of_it() -> None:
     row = measure(Stepper("plain", TINY, CPU), 1, None)
     assert row is not None
     assert row["mfu"] is None
-    facts = {"device": "d", "command": "c", "commit": "0", "machine": "m"}
+    facts = {"device": "d", "commands": ["c"], "commit": "0", "machine": "m"}
     rows = [{"kind": "methods", "batch": 1, "fits": True, **row}]
     assert "| not measured |" in cli.page(facts, {"steps": {"status": "done", "rows": rows}})
 

@@ -332,7 +332,7 @@ KEPT_EMPTY = at("root", InConcatenationTotalNumber=None, ConcatenationFrameOffse
 @pytest.mark.parametrize(
     ("edit", "record", "distance", "source"),
     [
-        (UNKNOWN, None, None, "SliceThickness 0.12, the thickness of a B-scan, alone"),
+        (UNKNOWN, None, None, "SliceThickness 0.12, only the thickness of a B-scan"),
         (UNKNOWN, LISTED, 0.12, "manifest"),
         (all_of(UNKNOWN, KEPT_EMPTY), None, 0.12, "shared"),  # AI-READI's converters write it so
         (all_of(UNKNOWN, steps(0.09)), None, 0.09, "frame_positions"),  # B-scans that overlap

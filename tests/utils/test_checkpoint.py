@@ -9,16 +9,21 @@ import io
 import json
 import logging
 import pickle
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from utils import storage
+from tests.support.pipeline_factory import ROOT
+from utils import checkpoint, storage
 from utils.checkpoint import (
     CheckpointError,
     CheckpointWriter,
+    _encode,
     list_steps,
     load_checkpoint,
     load_newest,
@@ -365,3 +370,97 @@ def test_names_of_one_checkpoint_share_their_bytes_on_a_disk(tmp_path: Path) -> 
     writer.close()
     assert steps_of_bests(tmp_path) == {"best_probe": 3, "best_val_loss": 2}
     assert (tmp_path / "best_probe.pt").stat().st_ino == (tmp_path / "step_00000003.pt").stat().st_ino
+
+
+def test_encoded_bytes_are_those_of_torch_and_no_copy_of_the_tensors(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    state = {
+        "a": torch.rand(300, 7),
+        "b": [shared, shared[2:4]],
+        "c": {"n": 3, "empty": torch.empty(0)},
+        "d": shared.bool(),
+    }
+    expected = io.BytesIO()
+    torch.save(state, expected)
+    chunks = _encode(state)
+    assert b"".join(chunks.parts) == chunks.open().read() == expected.getvalue()
+    assert len(chunks) == len(expected.getvalue())
+    assert b"".join(chunks[100:4000].parts) == expected.getvalue()[100:4000]
+    before = bytes(chunks.parts[-1])
+    state["a"].zero_()
+    assert b"".join(chunks.parts) != expected.getvalue()
+    assert bytes(chunks.parts[-1]) == before
+
+
+PEAK = """
+import sys, threading, torch
+from pathlib import Path
+from utils.checkpoint import CheckpointWriter
+from utils.config.schema import StorageOptions
+
+folder, endpoint = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+writer = CheckpointWriter(folder, 1, StorageOptions(endpoint_url=endpoint))
+writer.save({"step": 1, "w": torch.ones(10)}, ["best_probe", "step_00000001"])  # loads what the clients need
+writer.wait()
+state = {"step": 2, "model": {str(n): torch.rand(2_500_000) for n in range(20)}}
+size, resident, is_over = 20 * 10_000_000, [], threading.Event()
+
+def watch():
+    while not is_over.wait(0.002):
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+while not resident:
+    pass
+before = resident[0]
+writer.save(state, ["best_probe", "best_val_loss", "step_00000002"])
+writer.close()
+is_over.set()
+watcher.join()
+print((max(resident) - before) / size)
+"""
+
+
+def peak_of_saving(*arguments: str) -> float:
+    """The most memory while a state of 200 MB is written, in units of the state, the live one not counted."""
+    done = subprocess.run([sys.executable, "-c", PEAK, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
+
+
+def test_saving_needs_one_copy_of_the_state_in_memory(tmp_path: Path) -> None:
+    assert 0.9 < peak_of_saving(str(tmp_path)) < 1.5
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_checkpoint_that_waits_takes_no_memory_where_the_disk_has_room(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.01)
+    may_go_on, write = threading.Event(), storage.write_bytes
+
+    def slow(*arguments: Any) -> None:
+        assert may_go_on.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(storage, "write_bytes", slow)
+    waiting = tmp_path if has_room else tmp_path / "missing"
+    writer = CheckpointWriter(str(tmp_path / "c"), 9, is_kept=lambda step: True, waiting_dir=waiting)
+    weights = {"w": torch.rand(80_000), "half": torch.rand(3, 5).bfloat16(), "on": torch.tensor(True)}
+    expected = {name: tensor.clone() for name, tensor in weights.items()}
+    writer.save({"step": 1, "model": weights}, ["step_00000001"])
+    writer.save({"step": 2, "model": weights | {"none": torch.empty(0, 3)}}, ["step_00000002"])
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "checkpoint_waits_" in line
+    ]
+    assert len(mapped) == (3 if has_room else 0)  # a file for each tensor that is not empty
+    weights["w"].zero_()
+    assert [path.name for path in tmp_path.iterdir() if path.name != "c"] == []
+    may_go_on.set()
+    writer.close()
+    saved = load_checkpoint(str(tmp_path / "c" / "step_00000002.pt"))["model"]
+    assert saved.pop("none").shape == (0, 3)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(saved[name], tensor, rtol=0, atol=0)
+    assert ("no room for a checkpoint that waits" in caplog.text) != has_room

@@ -41,7 +41,7 @@ from tests.support.cloud_proxy import (
 )
 from tests.support.cloud_servers import BUCKET, gcs_server, s3_server
 from tests.support.dicom_factory import TRITON, speckle, write_opt
-from tests.utils.test_checkpoint import steps_of_bests
+from tests.utils.test_checkpoint import peak_of_saving, steps_of_bests
 from tests.utils.test_storage import check_operations
 from utils import checkpoint, storage
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
@@ -273,6 +273,14 @@ def test_a_checkpoint_of_three_names_goes_up_once(bucket: Bucket) -> None:
     assert len(uploads(bucket.proxy)) == 1 + copies
     states = [load_checkpoint(bucket.url(f"{name}.pt"), bucket.options) for name in names]
     assert len({state["checksum"] for state in states}) == 1
+
+
+@pytest.mark.slow
+def test_saving_into_a_bucket_needs_one_copy_of_the_state_in_memory(
+    scheme: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    endpoint = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    assert 0.9 < peak_of_saving(f"{scheme}://{BUCKET}/{tmp_path.name}", endpoint) < 1.5
 
 
 def test_a_slow_bucket_does_not_stop_training(

@@ -54,6 +54,7 @@ class Checkpoints:
                 cfg.data.storage_options,
                 is_kept=lambda step: step % keep_every == 0,
                 after_step=drop_mark,
+                waiting_dir=Path(cfg.run.dir),
             )
 
     def log_need(self, tensors: Any, total_steps: int, bests: int) -> None:

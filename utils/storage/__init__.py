@@ -30,6 +30,8 @@ import fsspec
 
 from utils.config.schema import StorageOptions
 from utils.storage import clients
+from utils.storage.chunks import READ_AHEAD, PartFile
+from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageAwayError as StorageAwayError
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
@@ -42,7 +44,6 @@ from utils.storage.local_writes import (
     unique_partial,
     write_new,
 )
-from utils.storage.part_file import READ_AHEAD, PartFile
 from utils.storage.retry import has_login, redact
 
 log = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def read_text(url: str, options: StorageOptions | None = None) -> str:
 
 def write_bytes(
     url: str,
-    data: bytes | memoryview,
+    data: bytes | memoryview | Chunks,
     options: StorageOptions | None = None,
     staging: str | None = None,
 ) -> None:
@@ -149,7 +150,9 @@ def write_bytes(
     """
     if is_remote(url):
         with _client_of(url, options) as (fs, path), missing_bucket(url):
-            fs.pipe_file(path, bytes(data))
+            if isinstance(data, Chunks) and not getattr(fs, "takes_chunks", False):
+                data = b"".join(data.parts)
+            fs.pipe_file(path, data if isinstance(data, Chunks) else bytes(data))
         return
     with named_errors(url):
         file = Path(split_scheme(url)[1])

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 import fsspec
 
+from utils.storage.chunks import Chunks
 from utils.storage.retry import IntegrityError, RetryPolicy, with_retries
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ POLICY = RetryPolicy()
 # The classes below build on private names of theirs: raise these, and the requirements, once the tests pass.
 VERSIONS = {"gcsfs": ">=2025.3,<2026.11", "s3fs": ">=2025.3,<2026.10"}
 _RETRY_CODES = {408, 429, 500, 502, 503, 504}
+_PIECE = 2**20  # bytes; google_crc32c takes no memoryview
 _LARGEST_PUT = 5 * 2**30 - 1  # bytes; S3 takes no more in one request
 
 
@@ -69,7 +71,7 @@ def s3_filesystem(endpoint_url: str | None) -> fsspec.AbstractFileSystem:
     )
 
 
-def check_stored(answer: bytes, data: bytes) -> None:
+def check_stored(answer: bytes, data: bytes | Chunks) -> None:
     """Raise IntegrityError unless the answer to an upload describes the bytes that were sent."""
     try:
         stored = json.loads(answer)
@@ -126,11 +128,13 @@ def check_json(answer: bytes) -> None:
     raise IntegrityError(f"expected JSON that describes objects, found {len(answer)} bytes: {answer[:80]!r}")
 
 
-def _check_hash(hashes: Mapping[str, str], data: bytes) -> None:
+def _check_hash(hashes: Mapping[str, str], data: bytes | Chunks) -> None:
     import google_crc32c
 
     name, hasher = ("crc32c", google_crc32c.Checksum()) if "crc32c" in hashes else ("md5", hashlib.md5())
-    hasher.update(data)
+    for part in data.parts if isinstance(data, Chunks) else [data]:
+        for start in range(0, len(part), _PIECE):
+            hasher.update(bytes(part[start : start + _PIECE]))
     checksum = base64.b64encode(hasher.digest()).decode()
     if checksum != hashes[name]:
         raise IntegrityError(f"expected {name} {hashes[name]}, found {checksum} in {len(data)} bytes")
@@ -163,6 +167,8 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
         Its gRPC paths are not used: they ask for a bucket's layout and may wait 60 s for it.
         """
 
+        takes_chunks = True
+
         async def _call(self, *args: Any, json_out: bool = False, **kwargs: Any) -> Any:
             return await super()._call(*args, json_out=json_out, is_json=json_out, **kwargs)
 
@@ -173,6 +179,7 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
 
             async def request() -> Any:
                 body = io.BytesIO(data) if isinstance(data, bytes) else data
+                body = data.open() if isinstance(data, Chunks) else body
                 try:
                     async with asyncio.timeout(None if data is None else upload_limit_s(size)):
                         status, headers, info, content = await one_attempt(
@@ -193,7 +200,9 @@ def _gcs_class() -> type[fsspec.AbstractFileSystem]:
 
             return await with_retries(request, is_transient, POLICY)
 
-        async def _pipe_file(self, path: str, data: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        async def _pipe_file(
+            self, path: str, data: bytes | Chunks, mode: str = "overwrite", **kwargs: Any
+        ) -> None:
             # gcsfs ends the data with a bare line feed before the last MIME boundary. When the data ends in a
             # carriage return, a server may take both for the line end and drop that byte.
             bucket, key, _ = self.split_path(path)
@@ -236,8 +245,9 @@ def _s3_class() -> type[fsspec.AbstractFileSystem]:
         """s3fs with checked answers and our retries."""
 
         retries = 1
+        takes_chunks = True
 
-        async def _pipe_file(self, path: str, data: bytes, **kwargs: Any) -> None:
+        async def _pipe_file(self, path: str, data: bytes | Chunks, **kwargs: Any) -> None:
             # s3fs cuts what exceeds its chunk size into requests, of which the last is not safe to repeat.
             await super()._pipe_file(path, data, chunksize=_LARGEST_PUT, **kwargs)
 
@@ -247,6 +257,8 @@ def _s3_class() -> type[fsspec.AbstractFileSystem]:
             size = len(content)
 
             async def request() -> Any:
+                if isinstance(content, Chunks):
+                    kwargs["Body"] = content.open()
                 async with asyncio.timeout(upload_limit_s(size) if size else None):
                     answer = await call(method, *args, **kwargs)
                 if method == "get_object":

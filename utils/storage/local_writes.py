@@ -12,6 +12,7 @@ import secrets
 from pathlib import Path
 from typing import IO
 
+from utils.storage.chunks import Chunks
 from utils.storage.errors import split_scheme
 
 PARTIAL_SUFFIX = ".partial"  # of an unfinished write; listings hide it
@@ -28,7 +29,7 @@ def unique_partial(path: Path, staging: str | None) -> Path:
     return folder / f".{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL_SUFFIX}"
 
 
-def replace_whole(partial: Path, data: bytes | memoryview, target: Path) -> bool:
+def replace_whole(partial: Path, data: bytes | memoryview | Chunks, target: Path) -> bool:
     """Write `partial` to the disk, make its folder, and rename it to `target`; an error leaves no part
     behind.
 
@@ -40,7 +41,7 @@ def replace_whole(partial: Path, data: bytes | memoryview, target: Path) -> bool
             return False
         try:
             file.truncate(0)  # a killed process may have left a part
-            file.write(data)
+            (data if isinstance(data, Chunks) else Chunks([data])).feed(file.write)
             file.flush()
             os.fsync(file.fileno())
             os.replace(partial, target)

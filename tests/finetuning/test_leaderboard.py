@@ -15,7 +15,7 @@ import pytest
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.scorecard import difference, gains
 from finetuning.board import columns
-from finetuning.board.answers import Cell
+from finetuning.board.answers import Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.leaderboard import Words, leaderboard, protocol_of
@@ -174,6 +174,27 @@ def test_answers_are_kept_and_each_new_one_is_a_look(
     assert (third.is_new_look, third.look, len(looks(world))) == (True, board.look + 1, before + 1)
     assert len(str(looks(world)[-1]["checkpoint"]).split()) == 2
     assert kept_answers(third) == kept_answers(board)
+
+
+def test_a_damaged_answer_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A changed digit, a lost row of scores, JSON of another form; and an answer under another's name."""
+    kept = Answers(str(tmp_path), "question")
+    scored = predictions("classification", [0, 1], [[0.81, 0.19], [0.25, 0.75]])
+    kept.write("row", "linear", {"linear": Cell((scored,), (0.5,), 4)})
+    file = Path(kept.url("row", "linear"))
+    text = file.read_text()
+    assert kept.read("row", "linear")
+    for damaged in (
+        text.replace("0.81", "0.31"),
+        text.replace("[0.81, 0.19], ", ""),
+        *("null", "[]", "3", '{"cells": []}', '{"cells": {}, "digest": null}', text[:-9]),
+    ):
+        file.write_text(damaged)
+        caplog.clear()
+        assert kept.read("row", "linear") is None, damaged
+        assert "it is computed again" in caplog.text
+    Path(kept.url("other", "linear")).write_text(text)
+    assert kept.read("other", "linear") is None
 
 
 def test_another_split_is_another_question(world: Path, runs: Path, board: Board) -> None:

@@ -81,8 +81,8 @@ class Bench:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()) and not any((out / name).exists() for name in OURS):
             raise UserError(
-                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of an earlier run, found other "
-                f"files in {out}; runs are removed there, so name a new folder"
+                f"--out: expected an empty folder, or one with {' or '.join(OURS)} of an earlier run, found "
+                f"other files in {out}; runs are removed there, so name a new folder"
             )
         self.write()
 

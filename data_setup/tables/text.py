@@ -133,10 +133,11 @@ def clean_path(value: str | None) -> str | None:
 
 
 def read_cells(
-    url: str, options: StorageOptions, id_columns: Sequence[str] = ()
+    url: str, options: StorageOptions, id_columns: Sequence[str] = (), is_padded: bool = False
 ) -> tuple[list[str], dict[int, list[str]]]:
     """(header, {line number: cells}) of a table, see `read_table`; raises UserError, StorageError. Lines
-    above the header with nothing after their first cell are its title.
+    above the header with nothing after their first cell are its title. `is_padded`: a row may lack its last
+    cells, which are then empty.
     """
     ending = url.lower().rpartition(".")[2]
     readers = {"parquet": _parquet_cells, "xlsx": _excel_cells, "xls": _excel_cells}
@@ -149,6 +150,7 @@ def read_cells(
         if count > 1:
             raise UserError(f"{url}: column {name}: expected it once, found {count} times")
     for number, fields in rows.items():
+        fields += [""] * (len(header) - len(fields) if is_padded else 0)
         if len(fields) != len(header):
             raise UserError(
                 f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"

@@ -2,7 +2,7 @@
 
 In: an entry's identity, a column, the digest of the question (data and protocol). Out: for each cell of that
 column the predictions of every seed, and their score on validation. One file an answer, written whole:
-`answers/DIGEST.json`; a damaged one is computed again.
+`answers/NAME.json` with a digest of its content; a damaged one is computed again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetuning.cohort.predictions import Predictions
 from utils import storage
 
 log = logging.getLogger(__name__)
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PARTS = ("unit", "person", "truth", "scores")
 
 
@@ -57,14 +57,17 @@ class Answers:
         if not storage.exists(url):
             return None
         try:
-            kept = json.loads(storage.read_bytes(url))["cells"]
-            return {
-                name: Cell(tuple(map(_predictions, one["seeds"])), tuple(one["val"]), one["participants"])
-                for name, one in kept.items()
-            }
-        except (ValueError, KeyError) as error:
+            kept = json.loads(storage.read_bytes(url))
+            cells = kept["cells"]
+            if kept["digest"] != digest([identity, column, cells]):
+                raise ValueError("expected the content that its digest names, found another")
+        except (ValueError, KeyError, TypeError) as error:
             log.warning("%s: damaged (%s); it is computed again", url, error)
             return None
+        return {
+            name: Cell(tuple(map(_predictions, one["seeds"])), tuple(one["val"]), one["participants"])
+            for name, one in cells.items()
+        }
 
     def write(self, identity: str, column: str, answer: Cells) -> None:
         """Keep an answer."""
@@ -79,7 +82,8 @@ class Answers:
             }
             for name, cell in answer.items()
         }
-        text = json.dumps({"column": column, "identity": identity, "cells": cells})
+        content = {"column": column, "identity": identity, "cells": cells}
+        text = json.dumps(content | {"digest": digest([identity, column, cells])})
         storage.write_text(self.url(identity, column), text)
 
 

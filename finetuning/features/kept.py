@@ -184,7 +184,7 @@ class KeptFeatures:
         return np.stack(volumes)
 
     def _read(self, path: str, part: str) -> np.ndarray | None:
-        """A part of a kept file; None where there is none, or a damaged one, which is removed."""
+        """A part of a kept file; None where there is none, or a file without it, which is removed."""
         url = storage.join(self.url, path)
         if not storage.exists(url):
             return None
@@ -192,7 +192,9 @@ class KeptFeatures:
             with np.load(io.BytesIO(storage.read_bytes(url)), allow_pickle=False) as content:
                 return np.array(content[part])
         except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
-            log.warning("%s: damaged (%s); its features are computed again", url, error)
+            is_older = part == "seconds" and isinstance(error, KeyError)
+            why = "kept without its processor time" if is_older else f"damaged ({error})"
+            log.warning("%s: %s; its features are computed again", url, why)
             storage.remove(url)
             return None
 

@@ -7,26 +7,10 @@ features. LiDAR: Thilak et al. 2023 (arXiv:2312.04000).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
 import torch
-from torch import Tensor, nn
-
-from utils.runtime.single import Runtime
+from torch import Tensor
 
 LIDAR_FLOOR = 1e-4  # added to the diagonal of the within-volume covariance, as in the paper
-
-
-@torch.no_grad()
-def embed(encoder: nn.Module, views: Iterable[tuple[Tensor, Tensor]], runtime: Runtime) -> np.ndarray:
-    """float32 [n, 2E] from pairs of a view [B, 1, D, H, W] and its token validity [B, N] on the device."""
-    features = []
-    for view_BCDHW, valid_BN in views:
-        with runtime.autocast():
-            tokens_BNE = encoder(view_BCDHW)
-        features.append(runtime.to_torch(pool_tokens(tokens_BNE.float(), valid_BN)).cpu())
-    return torch.cat(features).numpy()
 
 
 def pool_tokens(tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from finetuning.evaluate import main
 from finetuning.features import entries
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
+from finetuning.features.probing import probe
 from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (
     CONFIG,
@@ -105,6 +107,16 @@ def test_the_verdict_follows_what_the_features_say(
     assert high < 0 if is_silent == "pre-training" else low > 0
     assert accuracy(result["rows"][is_silent != "pre-training"]) == 0.5
     assert result["verdict"].startswith("Pre-training against random initialisation: cannot say, because 6 ")
+
+
+def test_validation_chooses_the_random_seed(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three probes are those of seeds 0, 1 and 2 on validation."""
+    cfg, planted = config(world, tmp_path), iter([0.1, 0.9, 0.2])
+    save_checkpoint(cfg)
+    monkeypatch.setattr(module, "probe", lambda *asked: replace(probe(*asked), val_score=next(planted, 0.0)))
+    assert evaluate(cfg, RUNTIME)["rows"][1]["label"] == "random initialisation (seed 1)"
 
 
 def test_the_report_reads_what_evaluate_writes(world: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.scorecard import difference, gains
 from finetuning.board import columns
-from finetuning.board.answers import Cell
+from finetuning.board.answers import Answers, Cell
 from finetuning.board.columns import Question, device_tables, low_shots
 from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.board.leaderboard import Words, leaderboard, protocol_of
@@ -176,6 +176,27 @@ def test_answers_are_kept_and_each_new_one_is_a_look(
     assert kept_answers(third) == kept_answers(board)
 
 
+def test_a_damaged_answer_is_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A changed digit, a lost row of scores, JSON of another form; and an answer under another's name."""
+    kept = Answers(str(tmp_path), "question")
+    scored = predictions("classification", [0, 1], [[0.81, 0.19], [0.25, 0.75]])
+    kept.write("row", "linear", {"linear": Cell((scored,), (0.5,), 4)})
+    file = Path(kept.url("row", "linear"))
+    text = file.read_text()
+    assert kept.read("row", "linear")
+    for damaged in (
+        text.replace("0.81", "0.31"),
+        text.replace("[0.81, 0.19], ", ""),
+        *("null", "[]", "3", '{"cells": []}', '{"cells": {}, "digest": null}', text[:-9]),
+    ):
+        file.write_text(damaged)
+        caplog.clear()
+        assert kept.read("row", "linear") is None, damaged
+        assert "it is computed again" in caplog.text
+    Path(kept.url("other", "linear")).write_text(text)
+    assert kept.read("other", "linear") is None
+
+
 def test_another_split_is_another_question(world: Path, runs: Path, board: Board) -> None:
     other = leaderboard(words(world, runs, Path(board.folder).parent, "eval.split=val", columns=()), RUNTIME)
     assert (other.look, other.is_new_look) == (1, True)  # the first look at val
@@ -208,20 +229,25 @@ def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predicti
 def test_order_is_that_of_validation(
     world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that is worst on validation and best on the evaluated split stands last."""
+    """A row that is worst on validation and best on the evaluated split stands last; validation chooses the
+    random seed.
+    """
     cohort = question_of(world, tmp_path).cohorts[0]
     right = np.eye(2)[cohort.target[cohort.fold == EVALUATED, 0].astype(int)]
 
+    vals = {"ascan_profile": 0.1, "random_0": 0.2, "random_1": 0.3, "random_2": 0.2}
+
     def column(entry: Entry, question: Question) -> dict[str, Cell]:
-        is_odd = entry.name == "ascan_profile"
-        predictions = pool(cohort, EVALUATED, right if is_odd else 1 - right)
-        return {"linear": Cell((predictions,), (0.1 if is_odd else 0.9,), 4)}
+        is_right = entry.name in ("ascan_profile", "random_0")
+        predictions = pool(cohort, EVALUATED, right if is_right else 1 - right)
+        return {"linear": Cell((predictions,), (vals.get(entry.name, 0.9),), 4)}
 
     monkeypatch.setitem(columns.COLUMNS, "linear", column)
     ordered = leaderboard(words(world, runs, tmp_path, columns=()), RUNTIME)
     assert ordered.rows[-1].entry.name == "ascan_profile"
     table = write_pages(ordered).split("## Rows by validation")[1].split("##")[0].strip().splitlines()
     assert "good | 0.900 | 0.000" in table[2]
+    assert "random initialisation (seed 1) | 0.300 | 0.000" in table[-2]
     assert "mean A-scan profile | 0.100 | 1.000" in table[-1]
 
 

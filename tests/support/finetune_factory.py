@@ -22,7 +22,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.predictions import Predictions
-from models.probes.features import embed
+from models.probes.features import pool_tokens
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter
 from utils.config.load import load_config, to_yaml
@@ -153,12 +153,17 @@ def index_store(records: Sequence[Mapping[str, Any]]) -> PreparedStore:
     return PreparedStore("memory://store", None, None, {}, index.set_index("row", drop=False))
 
 
+@torch.no_grad()
 def embed_rows(
     encoder: nn.Module, cfg: Config, store: PreparedStore, rows: np.ndarray, runtime: Runtime
 ) -> np.ndarray:
     """Mean and standard deviation over valid tokens, float32 [n, 2E], in the order of `rows`."""
-    batches = map(runtime.to_device, evaluation_batches(cfg, store, rows, EVALUATION_BATCH))
-    return embed(encoder, ((plain_view(b), b["context_valid"]) for b in batches), runtime)
+    features = []
+    for batch in map(runtime.to_device, evaluation_batches(cfg, store, rows, EVALUATION_BATCH)):
+        with runtime.autocast():
+            tokens = encoder(plain_view(batch))
+        features.append(runtime.to_torch(pool_tokens(tokens.float(), batch["context_valid"])).cpu())
+    return torch.cat(features).numpy()
 
 
 def three_folds(seed: int, people: int = 36) -> list[Cohort]:

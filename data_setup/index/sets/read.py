@@ -21,7 +21,7 @@ from data_setup.tables.text import read_cells, require_columns
 
 def sheet(tree: Tree, path: str, required: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a .csv or the first sheet of an .xlsx as text; raises UserError, StorageError."""
-    header, rows = read_cells(tree.url(path), tree.options)
+    header, rows = read_cells(tree.url(path), tree.options, is_padded=True)
     require_columns(header, required, tree.url(path))
     return [{k: v.strip() for k, v in zip(header, cells, strict=True)} for cells in rows.values()]
 

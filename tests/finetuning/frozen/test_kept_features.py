@@ -130,6 +130,14 @@ def test_a_damaged_file_is_computed_again(kept: KeptFeatures, caplog: pytest.Log
     assert batches(kept) == [1]
     assert len(caplog.records) >= 2
     assert "its features are computed again" in caplog.text
+    caplog.clear()
+    file = sorted(Path(kept.url, "tokens").iterdir())[0]
+    with np.load(file) as content:  # as it was written before there were seconds
+        np.savez(file, features=content["features"])
+    np.testing.assert_allclose(kept.tokens(rows), tokens, atol=2e-3)
+    assert (batches(kept), caplog.text) == ([], "")
+    assert (kept.seconds(rows) > 0, batches(kept)) == (True, [1])
+    assert "kept without its processor time; its features are computed again" in caplog.text
 
 
 def test_features_that_are_no_numbers_are_refused(kept: KeptFeatures) -> None:

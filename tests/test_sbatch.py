@@ -24,9 +24,7 @@ STAND_INS = {
         *((137, 0, True), (137, 4, True), (137, 5, False)),
     ],
 )
-def test_a_job_is_requeued_where_another_start_helps(
-    code: int, restarts: int, is_requeued: bool, tmp_path: Path
-) -> None:
+def test_a_job_goes_back_where_it_helps(code: int, restarts: int, is_requeued: bool, tmp_path: Path) -> None:
     for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)

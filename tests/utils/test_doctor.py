@@ -52,10 +52,9 @@ def give_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 def test_python_too_old_or_not_tested() -> None:
     assert doctor.probe_python().state == OK
     for version, state in {(3, 9, 2): MISSING, (3, 14, 0): UNTESTED}.items():
-        text = f"expected 3.11 to 3.13, found {'.'.join(map(str, version))}"
-        assert doctor.probe_python(version) == Finding(
-            "python", state, text, "python3.11 -m venv .venv && . .venv/bin/activate"
-        )
+        finding = doctor.probe_python(version)
+        assert (finding.state, finding.text[:22]) == (state, "expected 3.11 to 3.13,")
+        assert "python3.11 -m venv" in (finding.command or "")
 
 
 def test_every_requirement_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,13 @@ REFUSED = {  # command and words -> what the one line says
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints a --columns b": "--columns",
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs no/run": "no/run",
     "finetuning.evaluate --head no/run": "no/run",
-    "finetuning.predict --checkpoint no/run --out b --rows all": "no/run",
-    "finetuning.predict --checkpoint configs --out b --rows all data.workers": "data.workers",
+    "finetuning.predict --checkpoint no/run --out b --files c": "no/run",
+    "finetuning.predict --checkpoint configs data.workers --out b --files c": "data.workers",
     "finetuning.embed --checkpoint no/run --out b --store c": "no/run",
     "finetuning.embed --checkpoint configs --out b --store c data.workers": "data.workers",
     "pretraining.train --config configs/smoke_test.yaml optim.base_lrr=1": "optim.base_lrr",
+    "benchmarks.evidence real --data no/eyes --only foo": "--only: expected some of vjepa2, ",
+    "benchmarks.phantom_truth --config configs/smoke_test.yaml --control no/run model.size=q": "model.size",
 }
 
 

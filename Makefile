@@ -101,7 +101,8 @@ test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
 	    tests/models/test_xla_attention.py tests/benchmarks/test_tpu_fit.py \
 	    tests/finetuning/test_finetune_xla.py
 
-# SimpleITK and oct-converter, which brings OpenCV: 640 MB for two files of tests
+# SimpleITK and oct-converter, which brings OpenCV: 640 MB for two files of tests. 0.7.0 is what those tests know: they
+# mend a call of it that numpy 2.3 refuses.
 soak: install ## long proofs, run by hand
 	$(PIP) 'SimpleITK>=2.4' oct-converter==0.7.0
 	$(PY) -m pytest -m "soak" --timeout 7200

@@ -18,7 +18,14 @@ test: a line of the store's ledger (finetuning.cohort.ledger).
 
 from __future__ import annotations
 
-import argparse
+from functools import partial
+
+from benchmarks.evidence.options import add_control
+from utils.cli import answer_early, parse_cli, run_cli
+
+if __name__ == "__main__":  # torch takes seconds to import
+    answer_early("benchmarks.phantom_truth", __doc__ or "", partial(parse_cli, add_arguments=add_control))
+
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -46,7 +53,6 @@ from finetuning.features.yardsticks import FoldFeatures, yardsticks
 from models.probes import intervals
 from models.probes.intervals import doubt, interval95, participant_draws, side
 from utils.checkpoint import load_checkpoint
-from utils.cli import add_image_arguments, parse_cli, run_cli
 from utils.config.load import config_of_yaml, flatten
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -79,8 +85,7 @@ def choose_rows(cfg: Config, store: PreparedStore) -> tuple[np.ndarray, np.ndarr
             f"{store.url}: expected the store of a phantom, whose truth is known, found real eyes"
         )
     index = store.index.loc[store.kept]
-    index = index[index["listed"]]
-    index = select_wanted(cfg, index)
+    index = select_wanted(cfg, index[index["listed"]])
     limits = {"train": TRAIN_VOLUMES, "val": VAL_VOLUMES, "test": len(index)}
     rows, folds = [], []
     for fold, (split, limit) in zip((TRAIN, VAL, EVALUATED), limits.items(), strict=True):
@@ -144,11 +149,7 @@ def require_control(state: dict[str, Any], url: str, control: dict[str, Any], co
             f"{control['step']}"
         )
     wanted, seen = (
-        {
-            key: value
-            for key, value in flatten(config_of_yaml(part["config"], where))
-            if key.startswith(SHARED)
-        }
+        dict(one for one in flatten(config_of_yaml(part["config"], where)) if one[0].startswith(SHARED))
         for part, where in ((state, url), (control, control_url))
     )
     for key, value in wanted.items():
@@ -209,11 +210,7 @@ def _difference(first: Scores, second: Scores, task: str, draws_SP: np.ndarray) 
     """First less second, its interval, and the doubt of models.probes.intervals."""
     gains_P = first.gains(task) - second.gains(task)
     ci95 = list(interval95(first.draws(task, draws_SP) - second.draws(task, draws_SP)))
-    return {
-        "mean": float(gains_P.sum()),
-        "ci95": ci95,
-        "doubt": doubt(ci95, first.people(task), gains_P),
-    }
+    return {"mean": float(gains_P.sum()), "ci95": ci95, "doubt": doubt(ci95, first.people(task), gains_P)}
 
 
 def verdict(
@@ -339,19 +336,9 @@ def format_table(result: dict[str, Any]) -> str:
     return "\n".join([head, *tables, *(question["verdict"] for question in result["questions"])])
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--control",
-        required=True,
-        metavar="RUN_OR_FILE",
-        help="a checkpoint of the same configuration after a few steps, or its run's folder",
-    )
-    add_image_arguments(parser)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the checkpoint of a configuration with its control and print the tables."""
-    cfg, args = parse_cli("benchmarks.phantom_truth", __doc__ or "", argv, _add_arguments)
+    cfg, args = parse_cli("benchmarks.phantom_truth", __doc__ or "", argv, add_control)
     setup_logging()
     runtime = open_runtime(cfg.train.use_bf16)
     print(format_table(measure(cfg, args.control, runtime, image_encoder_of(args))))

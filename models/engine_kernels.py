@@ -25,7 +25,7 @@ from utils.runtime.single import Runtime
 
 
 class Recomputing(Protocol):
-    """A model that can keep the inputs of its blocks alone for the backward pass."""
+    """A model that can keep only the inputs of its blocks for the backward pass."""
 
     def checkpoint_activations(self, recompute: Recompute) -> None: ...
 
@@ -95,7 +95,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 def _compiled(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A branch of a block through torch.compile. The stochastic layers between them stay as they are (each
-    draws other numbers), and so does evaluation, whose last batches have shapes of their own: each would be
+    draws other numbers), and so does evaluation, whose last batches have other shapes: each would be
     another program. A deep copy of the block would go on with this block's weights.
     """
     compiled: Callable[..., Tensor] = torch.compile(branch, dynamic=False, fullgraph=True)

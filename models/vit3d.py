@@ -125,7 +125,7 @@ def run_blocks(
     kept: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """x [B, T, width] through all blocks; stochastic depth grows linearly over them. `recompute` (activation
-    checkpointing) keeps the inputs of the blocks alone for the backward pass. The outputs of the blocks that
+    checkpointing) keeps only the inputs of the blocks for the backward pass. The outputs of the blocks that
     `kept` has, by number from 1, go there.
     """
     for i, block in enumerate(blocks):
@@ -140,7 +140,7 @@ def run_blocks(
 
 
 class PatchEmbed(nn.Module):
-    """Linear embedding of non-overlapping patches, by matrix product on the kept patches alone.
+    """Linear embedding of non-overlapping patches, by matrix product on only the kept patches.
 
     The weight keeps the shape of a convolution [E, C, d, h, w], as public checkpoints store it.
     """

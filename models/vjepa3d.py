@@ -194,7 +194,7 @@ class VJEPA3D(nn.Module):
         self, ctx_BKE: Tensor, context_view: Tensor, context_BK: Tensor, weight_BN: Tensor
     ) -> Tensor:
         """Mean squared error [B] of the voxels at and beside each context token, read linearly from its
-        feature; the mean over the places of the mean over the tokens that have such a neighbour. A place
+        feature; the mean over the places of the mean over the tokens that have this neighbour. A place
         that no token has, as on a grid of one B-scan, does not count.
         `weight_BN`: 1 at valid tokens, else 0.
 

@@ -61,8 +61,8 @@ def checkpoint_state(run: Run, gauges: Gauges, progress: Progress) -> dict[str, 
 def restore(run: Run, gauges: Gauges) -> Progress:
     """Load this run's newest intact checkpoint, else method.init_from, else nothing; returns the progress.
 
-    The first process of the group reads, and all of them load what it has: checkpoints may be on its disk
-    alone, and all must start from one of them. XLA hosts have to run the same programs: what is recorded so
+    The first process of the group reads, and all of them load what it has: checkpoints may be only on its
+    disk, and all must start from one of them. XLA hosts have to run the same programs: what is recorded so
     far runs before, and the first puts nothing on the device that the others do not.
     """
     group = run.runtime.group

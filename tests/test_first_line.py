@@ -38,6 +38,8 @@ REFUSED = {  # command and words -> what the one line says
     "finetuning.embed --checkpoint no/run --out b --store c": "no/run",
     "finetuning.embed --checkpoint configs --out b --store c data.workers": "data.workers",
     "pretraining.train --config configs/smoke_test.yaml optim.base_lrr=1": "optim.base_lrr",
+    "benchmarks.evidence real --data no/eyes --only foo": "--only: expected some of vjepa2, ",
+    "benchmarks.phantom_truth --config configs/smoke_test.yaml --control no/run model.size=q": "model.size",
 }
 
 

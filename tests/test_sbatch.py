@@ -17,14 +17,19 @@ STAND_INS = {
 
 
 @pytest.mark.parametrize(
-    ("code", "is_requeued"),
-    [(0, False), (1, False), (2, False), (75, True), (76, True), (137, True), (143, True)],
+    ("code", "restarts", "is_requeued"),
+    [
+        *((0, 0, False), (1, 0, False), (2, 0, False)),
+        *((75, 9, True), (76, 9, True), (143, 9, True)),
+        *((137, 0, True), (137, 4, True), (137, 5, False)),
+    ],
 )
-def test_a_job_is_requeued_where_another_start_helps(code: int, is_requeued: bool, tmp_path: Path) -> None:
+def test_a_job_goes_back_where_it_helps(code: int, restarts: int, is_requeued: bool, tmp_path: Path) -> None:
     for name, body in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "20017", "SLURM_JOB_NODELIST": "node[7-8]", "CODE": str(code)}
+    job |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}  # a first start has none
     done = subprocess.run(
         ["bash", str(FILE), "configs/smoke_test.yaml", "run.dir=runs/my run"],
         env=os.environ | job | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},

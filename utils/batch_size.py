@@ -28,7 +28,7 @@ def settle_batch(
     """Halve per_core_batch_size until the work fits every process; raises UserError when one volume does not.
     `auto` begins with one volume and grows as long as there is room. `put_back` is called after each failure:
     what it left of weights and moments may be lost. `work_of` is given a configuration without workers, whose
-    start a trial step need not wait for.
+    start a trial step does not have to wait for.
     """
 
     def fits(tried: Config) -> bool:

@@ -142,7 +142,7 @@ def answer_early(
     check: Callable[[str, Sequence[str]], None] | None = None,
 ) -> None:
     """Answer --help, refuse a wrong command line, or say what is begun, before a module imports what takes
-    seconds. `parse`: parse_words where the file alone is no whole configuration. `check`: of the file and its
+    seconds. `parse`: parse_words where the file without more is not whole. `check`: of the file and its
     overrides, what more can be refused so early.
     """
     with errors_in_one_line():
@@ -154,13 +154,13 @@ def answer_early(
 
 
 def announce(text: str) -> None:
-    """What a command is about to do, a line on stdout; of several processes the first alone says it."""
+    """What a command is about to do, a line on stdout; of several processes only the first says it."""
     if os.environ.get("RANK", "0") == "0":
         print(shown(text), flush=True)
 
 
 def answer_help(command: str, description: str) -> None:
-    """Answer --help alone, where a command line is too free to be refused early."""
+    """Answer only --help, where a command line is too free to be refused early."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         parse_words(command, description, ["--help"])
 

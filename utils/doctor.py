@@ -1,9 +1,8 @@
 """What this machine can do, and the command for what is missing: `python -m utils.doctor`.
 
-In: the machine as it is: Python, packages, devices, disk. Out: a line for each, and for what is missing the
-command that adds it. Exit code 0: the demo can run; 1: it cannot. Nothing is installed or sent. With --config
-it tries the paths of that configuration in place of all this: one line, exit code 2 when a path fails.
-run_tpu_xla.sh does so on every worker before anything starts.
+In: this machine. Out: a line for Python, packages, device, codecs and disk, and the command that adds what is
+missing. Exit code 0: the demo can run; 1: it cannot. Nothing is installed or sent. --config makes it try only
+the paths of this configuration: one line, exit code 2 when one fails. run_tpu_xla.sh does so on each worker.
 
 This file is read by any Python 3, with no package installed: it imports only the standard library, and each
 probe the packages that it is about.
@@ -25,8 +24,8 @@ from pathlib import Path
 from utils.help_pages import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
-OLDEST_PYTHON = (3, 11)
-OK, ABSENT, MISSING = "ok", "absent", "MISSING"  # absent: the demo needs it not
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)  # what docs/concepts/words.md says was tested
+OK, ABSENT, UNTESTED, MISSING = "ok", "absent", "untested", "MISSING"  # absent: the demo needs it not
 INSTALL = "pip install -r requirements.txt"
 DEMO_GB = 1.0  # phantom, store, two runs with their checkpoints
 PACKAGES_GB = 8.0 if shutil.which("nvidia-smi") else 2.0  # with CUDA's libraries, and without
@@ -58,13 +57,13 @@ class Finding:
 
 
 def probe_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
-    """Whether the interpreter is new enough."""
-    text = ".".join(map(str, version))
-    if version[:2] >= OLDEST_PYTHON:
+    """Whether the interpreter is one of those that were tried."""
+    text, oldest, newest = (".".join(map(str, one)) for one in (version, OLDEST_PYTHON, NEWEST_PYTHON))
+    if OLDEST_PYTHON <= version[:2] <= NEWEST_PYTHON:
         return Finding("python", OK, f"{text}, {sys.executable}")
-    wanted = ".".join(map(str, OLDEST_PYTHON))
-    command = f"python{wanted} -m venv .venv && . .venv/bin/activate"
-    return Finding("python", MISSING, f"expected {wanted} or newer, found {text}", command)
+    state = MISSING if version[:2] < OLDEST_PYTHON else UNTESTED
+    command = f"python{oldest} -m venv .venv && . .venv/bin/activate"
+    return Finding("python", state, f"expected {oldest} to {newest}, found {text}", command)
 
 
 def requirements() -> list[str]:
@@ -137,10 +136,11 @@ def probe_codecs() -> list[Finding]:
     for name, state, keywords, command in CODECS:
         decoders = [pixels.get_decoder(getattr(uid, keyword)) for keyword in keywords]
         plugins = sorted({plugin for decoder in decoders for plugin in decoder.available_plugins})
-        absent = [decoder for decoder in decoders if not decoder.is_available]
+        absent = [key for key, decoder in zip(keywords, decoders, strict=True) if not decoder.is_available]
         if absent:
-            lacks = " or ".join(part.partition(" - ")[2] or part for part in absent[0].missing_dependencies)
-            text = f"{len(absent)} of {len(decoders)} transfer syntaxes cannot be decoded: {lacks}"
+            missing = decoders[keywords.index(absent[0])].missing_dependencies
+            lacks = (part.partition(" - ")[2] or part for part in missing if "pylibjpeg-libjpeg" not in part)
+            text = f"{', '.join(absent)} cannot be decoded: {' or '.join(lacks)}"  # pylibjpeg-libjpeg is GPL
             findings.append(Finding(name, state, text, command))
         else:
             text = f"{len(decoders)} transfer syntaxes" + (f", by {', '.join(plugins)}" if plugins else "")

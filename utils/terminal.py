@@ -1,6 +1,6 @@
 """What a person sees of long work: a bar on a terminal, a short line now and then anywhere else.
 
-In: how much there is to do. Out: text on stderr alone. A terminal is one where a person watches: neither a
+In: how much there is to do. Out: text, only on stderr. A terminal is one where a person watches: neither a
 pipe or a file, nor CI, nor one that cannot move its cursor. A terminal that goes away does not end the work.
 """
 
@@ -94,7 +94,7 @@ def _console() -> Console:
 class LiveLine:
     """One line at the bottom of a terminal, over which other messages scroll. Only where `is_interactive`.
 
-    No thread: it is drawn anew when `show` is called, at most REDRAWS_PER_S times a second.
+    No thread: it is drawn again when `show` is called, at most REDRAWS_PER_S times a second.
     """
 
     def __init__(self) -> None:

@@ -83,12 +83,7 @@ ARMS = (
     Arm(
         PENALTY_ONLY, "penalty only, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
     ),
-    Arm(
-        MISMATCHED,
-        "latents of another volume, voxels its own (control)",
-        "recipe",
-        ("method.control=mismatched_latents",),
-    ),
+    Arm(MISMATCHED, OWN_CONTROLS[MISMATCHED], "recipe", ("method.control=mismatched_latents",)),
     Arm("mae", "mae, 75 % hidden, normalised patches", "recipe", (*MAE, *NO_NEIGHBOURS)),
     Arm("mae_plain", "mae, 75 % hidden, plain patches", "recipe", (*MAE, *NO_NEIGHBOURS), patch="mae_plain"),
     Arm("mae_neighbours", "mae_plain with the loss of neighbours", "recipe", MAE, patch="mae_plain"),

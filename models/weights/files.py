@@ -6,7 +6,7 @@ research_2_1  the `.pt` of V-JEPA 2.1 (vjepa21.py): the same parts, of which the
 hugging_face  a folder with config.json and safetensors of VJEPA2Model; its one encoder serves as both of ours
 image         the same of a 2D image model (image.py), which encodes one B-scan of three channels
 checkpoint    ours, written by pretraining or by `models.weights import`
-export        ours as safetensors, an encoder alone
+export        ours as safetensors, only an encoder
 
 No code of a file is run. Every tensor is used, or left out for a recorded reason, or an error.
 """

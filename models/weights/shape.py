@@ -1,4 +1,4 @@
-"""The shape of a model from its tensors alone, and a check that the tensors make that model.
+"""The shape of a model from only its tensors, and a check that the tensors make that model.
 
 In: tensors by our names. Out: `Weights`, whose modules `new_encoder` and `new_predictor` build. Only the
 tensors' shapes are read, so meta tensors work too.

@@ -4,7 +4,7 @@ In: laps that the loop and the step call out, each with the name of the part tha
 `perf/` metrics of one log line, over the time since the line before; docs/guides/dashboard.md explains each.
 A lap reads a clock or records an event: only `restart` and `metrics` wait for the device.
 
-CPU: the host's clock. CUDA: events on the stream, so the parts are the device's time, what it stands still
+CPU: the host's clock. CUDA: events on the stream, so the parts are the device's time, its idle time
 included. XLA: the host only traces forward, backward and update, so these are no parts there.
 """
 
@@ -78,8 +78,8 @@ class CudaLaps(Laps):
 
 
 class VolumeFlops(NamedTuple):
-    """Counted operations of one volume: in a training step, in a forward pass with its target, in the context
-    encoder alone, and in the target encoder alone.
+    """Counted operations of one volume: in a training step, in a forward pass with its target, in only the
+    context encoder, and in only the target encoder.
     """
 
     training: int

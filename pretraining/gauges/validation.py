@@ -206,9 +206,9 @@ def leaked(run: Run, batch: Batch, output: Output) -> dict[str, Tensor]:
 
 
 def masked_views(run: Run, cpu_batch: Batch, batch: Batch) -> Tensor:
-    """For each volume, context features [LIDAR_MASKS, E] under masks of its own: means over valid tokens.
+    """For each volume, context features [LIDAR_MASKS, E] under masks drawn for it: means over valid tokens.
 
-    The masks depend on the row alone; the first is that of the validation loss.
+    The masks depend only on the row; the first is that of the validation loss.
     """
     runtime, plan = run.runtime, MaskPlan.from_config(run.cfg)
     view_BCDHW = view(batch, 0)

@@ -164,16 +164,16 @@ def test_checkpoints_of_epochs_are_kept_whatever_else_is_written(
     run = tmp_path / f"epochs_kept_{keep}"
     every = "train.ckpt_every_steps=3", "train.ckpt_every_epochs=1", "train.keep_last=1", "train.max_steps=14"
     small = "train.global_batch_size=8", "train.per_core_batch_size=8", "train.val_every_steps=14"
-    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small, f"train.keep_epochs={keep}")
+    more = f"train.keep_epochs={keep}", "data.sampling=device_balanced"
+    cfg = pipeline_config(folder, f"run.dir={run}", *every, *small, *more)
     epoch = round(len(open_rows(cfg, PreparedStore.open(str(folder / "store"))).train) / 8)
     assert epoch == 2, "seven epochs, of which keep_epochs=2 leaves every fourth"
     assert train(cfg) == 0
     kept = list(range(2, 15, 2)) if keep == 10 else [8]
     assert list_steps(str(run / "checkpoints")) == sorted({*kept, 14})
-    banner = re.search(
-        r"checkpoints: (\S+) MB each, at most (\d+) of them .*: (\S+) GB in", (run / "log.txt").read_text()
-    )
-    assert banner is not None
+    text = (run / "log.txt").read_text()
+    assert re.search(r" passes  \w+ [\d.]+(, \w+ [\d.]+)*\n", text), "of each device"
+    banner = re.search(r"checkpoints: (\S+) MB each, at most (\d+) of them .*: (\S+) GB in", text)
     size = (run / "checkpoints" / "step_00000014.pt").stat().st_size
     assert float(banner[1]) == pytest.approx(size / 1e6, rel=0.02)
     assert int(banner[2]) == 1 + len(kept) + 2 + 1

@@ -173,7 +173,7 @@ def config_of_yaml(text: str, where: str, *, to_go_on: bool = False) -> Config:
 
 def _without_gone_keys(written: Any, where: str, with_any_value: Collection[str] = ()) -> Any:
     """A configuration of a file, or one stored with weights, less GONE_KEYS, and with RENAMED_KEYS by their
-    names of today; raises ConfigError where a key that went has a value that changed the run, and is not of
+    current names; raises ConfigError where a key that went has a value that changed the run, and is not of
     `with_any_value`.
     """
     for key in (*RENAMED_KEYS, *GONE_KEYS):

@@ -181,7 +181,7 @@ def _check_head(cfg: Config) -> None:
 
 
 def _check_decoders(cfg: Config) -> None:
-    """DENSE_KINDS have decoders of their own; labels have none of their keys."""
+    """DENSE_KINDS have separate decoders; labels have none of their keys."""
     task, head, finetune = cfg.task, cfg.head, cfg.finetune
     if task.kind not in DENSE_KINDS:
         kind = f"with task.kind {task.kind}"

@@ -65,7 +65,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
 
 
 def _change(first: float | None, last: float | None) -> str:
-    """`60.2 -> 59.9`, or the last alone where nothing can be compared with it."""
+    """`60.2 -> 59.9`, or only the last where nothing can be compared with it."""
     return number(last, DIGITS) if first is None else f"{number(first, DIGITS)} -> {number(last, DIGITS)}"
 
 

@@ -99,7 +99,7 @@ def bscan_with_masks(snapshot: Snapshot, num_planes: int = 3) -> Figure:
 def feature_pca(snapshot: Snapshot) -> Figure:
     """Three principal components of patch features as colours: a B-scan and en face, beside the scan.
 
-    En face, features are averaged over the axial direction first and have components of their own. Components
+    En face, features are averaged over the axial direction first and have separate components. Components
     and colour range come from valid tokens; places without any are grey.
     """
     plane = snapshot.volume.shape[0] // 2

@@ -56,7 +56,7 @@ def has_bf16(device: torch.device, cpu: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def refuse_idle_tpu() -> None:
-    """Raise UserError where a training would take the CPU beside a TPU, for want of PJRT_DEVICE."""
+    """Raise UserError where a training would take the CPU beside a TPU, for lack of PJRT_DEVICE."""
     if "PJRT_DEVICE" in os.environ or torch.cuda.is_available():
         return
     own = os.environ.get("OCT_DEVICE_GLOB")

@@ -206,7 +206,7 @@ class Runtime:
             raise StopRequested
 
     def until_stopped(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
-        """The items; raises StopRequested before any of them. Every process goes to the end of its own items,
+        """The items; raises StopRequested before any of them. Every process goes to the end of its items,
         of which another may have more.
         """
         iterator = iter(items)
@@ -252,5 +252,5 @@ def host_memory_bytes() -> int:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """The GPU allocator has an error class of its own; the CPU's has only its text."""
+    """The GPU allocator has a separate error class; the CPU's has only its text."""
     return isinstance(error, torch.OutOfMemoryError) or any(t in str(error) for t in OUT_OF_MEMORY_TEXTS)

@@ -152,7 +152,7 @@ def call_on_tpu(
 def _payload(
     kernels: ModuleType, name: str, kinds: tuple[tuple[tuple[int, ...], str], ...], tokens: int
 ) -> str:
-    """The compiled kernel as text. jax is told to lower for a TPU, whether there is one or not, and in a form
+    """The compiled kernel as text. jax has to lower for a TPU, whether there is one or not, and in a form
     that the libtpu of torch_xla 2.9 reads: jax 0.7.1's newest is a version too new for it.
     """
     from torch_xla.experimental.custom_kernel import jax_import_guard

@@ -1,4 +1,4 @@
-"""Features of volumes as acquired, and what a head says of them: by numpy, and torch or onnxruntime, alone.
+"""Features of volumes as acquired, and what a head says of them: by only numpy, and torch or onnxruntime.
 
     from oct_portable import load_portable
 

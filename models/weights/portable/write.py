@@ -266,7 +266,7 @@ def _programs(
 
 
 def difference_of(values: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, as a share of what is above 1; infinite where one alone is NaN."""
+    """The largest difference, as a share of what is above 1; infinite where only one is NaN."""
     if values.shape != expected.shape or not np.array_equal(np.isnan(values), np.isnan(expected)):
         return float("inf")
     size = max(1.0, float(np.nanmax(np.abs(expected), initial=0)))

@@ -326,7 +326,7 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     # without a manifest the header's SOPInstanceUID is the scan's, as the page says
     next(path for path, name in lied.items() if name == "another id").unlink()
     of_run = ["--checkpoint", str(out / "run"), "--out"]
-    assert run("finetuning.embed", out, *of_run, str(out / "features"), "--dicom", str(source)) == 1
+    assert run("finetuning.embed", out, *of_run, str(out / "embedded"), "--dicom", str(source)) == 1
     task = ["--config", str(ROOT / "configs" / "cls_linear_probe.yaml"), "--checkpoint", str(out / "run")]
     quick = ["train.epochs=1", "head.learning_rates=[1e-2]", "head.weight_decays=[0.01]"]
     assert run("finetuning.train", out, *task, f"run.dir={out / 'probe'}", *quick) == 0

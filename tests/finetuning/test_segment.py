@@ -371,12 +371,12 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
         scan.write_bytes(b"1")
     out = str(tmp_path / "out" / "segments.jsonl")
 
-    def start(form: str = "png", **changes: str) -> Lines:
-        common = {"head_sha256": "1" * 64, "precision": "float32", "format": form}
+    def start(form: str = "png", **changes: Any) -> Lines:
+        common = {"head_sha256": "1" * 64, "precision": "float32", "format": form, "schema_version": 2}
         versions = {str(scan): version_of(record_of(scan), OPTIONS) for scan in scans}
         return Lines(out, versions, common | changes, lambda line: Path(line["file"]).exists(), OPTIONS)
 
-    def done(form: str = "png", **changes: str) -> set[str]:
+    def done(form: str = "png", **changes: Any) -> set[str]:
         lines = start(form, **changes)
         lines.close()
         return set(lines.done)
@@ -392,7 +392,9 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     assert done() == {str(scan) for scan in scans[:2]}
     assert file.read_text() == written
     assert done("nifti") == set()
-    assert done(precision="bfloat16") == set()
+    assert done(precision="bfloat16") == done(schema_version=3) == set()
+    file.write_text(written.replace(', "schema_version": 2', ""))  # as the first lines were
+    assert done() == {str(scan) for scan in scans[:2]}
     file.write_text(written)
     scans[0].write_bytes(b"another")
     assert done() == {str(scans[1])}

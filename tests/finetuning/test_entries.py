@@ -84,7 +84,7 @@ def test_each_fold_has_its_own_encoder() -> None:
             f"seed {k}",
             lambda k=k: lambda c: np.full((len(c.rows), 1), k),
             lambda c, k=k: k,
-        )  # type: ignore
+        )  # type: ignore[arg-type]
         for k in range(3)
     ]
     entry = fold_by_fold(parts, folds, "random_by_fold", "random")

@@ -154,7 +154,7 @@ def test_a_volume_of_each_device_is_kept_for_the_report(trained: Path, evaluated
         picture, own = load_layers(path), lines[lines.row == int(path.stem.removeprefix("row_"))]
         error = boundary_error_um(picture.predicted, picture.truth, picture.spacing[1])
         expected = own.set_index("name").error_um.reindex(picture.names).to_numpy()
-        np.testing.assert_allclose(error, expected, rtol=0.1, atol=3)
+        np.testing.assert_allclose(error, expected, rtol=0.1, atol=2)  # um; a row of the grid has 48
         assert picture.title.startswith(own.device.iloc[0])
 
 

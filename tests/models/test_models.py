@@ -241,6 +241,7 @@ def test_target_starts_as_a_copy_and_follows_the_closed_form() -> None:
         for r, p in zip(replay, model.encoder.parameters(), strict=True):
             r.lerp_(p.detach(), torch.tensor(1 - momentum))
     for i, t in enumerate(model.target_encoder.parameters()):
+        # lerp_ rounds once, the product and the sum twice
         torch.testing.assert_close(t.data, replay[i], rtol=1e-5, atol=1e-6)
         closed[i] *= weights[0]
         for s, snapshot in enumerate(history):

@@ -80,7 +80,7 @@ def prediction_map(forecast: Forecast) -> Figure:
     image = seen.volume[plane * seen.patch[0] + seen.patch[0] // 2] / 255.0
     show_mm(axes[0], image, seen.spacing[1:], "B-scan")
     titles = {"targets of all tokens": expected, "predictions, hidden": predicted}
-    for axis, (title, colours_N3) in zip(axes[1:], titles.items(), strict=False):
+    for axis, (title, colours_N3) in zip(axes[1:3], titles.items(), strict=True):
         show_mm(axis, colours_N3.reshape(*seen.grid, 3)[plane], (token_h, token_w), title)
     shown = axes[3].imshow(
         np.where(hidden, error, np.nan).reshape(seen.grid)[plane],

@@ -1,4 +1,4 @@
-"""What the owners of a public set keep in tables, names and arrays of their own: the code of each set.
+"""What the owners of a public set keep in their tables, names and arrays: the code of each set.
 
 In: a plug of the catalogue and a tree. Out: scans with what a line of the catalogue cannot say, and labels.
 A `refine` reads the tables of a tree once and gives the change of a scan; a `read_labels` opens one file.

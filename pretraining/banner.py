@@ -15,9 +15,8 @@ from data_setup.order import open_order
 from pretraining.gauges.alarms import Alarm
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.throughput import Throughput
-from pretraining.progress import Progress
+from pretraining.progress import INIT_WEIGHT_LIMIT, Progress, init_weight
 from pretraining.run import Run
-from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
 from utils.config.load import accumulation_steps
 from utils.config.recipes import recipe_name
 from utils.config.schema import Config

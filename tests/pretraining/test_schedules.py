@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pretraining import banner
-from pretraining.schedules import (
+from pretraining.progress import (
     Schedule,
     ema_momentum,
     init_weight,

@@ -13,8 +13,8 @@ import safetensors.torch
 from torch import Tensor
 
 from models.vit3d import Size
-from models.weights.hf_layout import FIXED, MODEL_TYPE, num_mask_tokens, to_hf
-from models.weights.shape import EXPORT_FORMAT, FACTS_KEY, Weights
+from models.weights.layouts import FIXED, MODEL_TYPE, to_hf
+from models.weights.shape import EXPORT_FORMAT, FACTS_KEY, Weights, num_mask_tokens
 from utils import storage
 from utils.config.recipes import RECIPES, recipe_name
 from utils.config.schema import Config

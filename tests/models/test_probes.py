@@ -310,13 +310,14 @@ def test_rankme_equals_the_svd_either_way_round() -> None:
         assert rankme(x) == pytest.approx(np.exp(-(share * np.log(share)).sum()), rel=1e-5)
 
 
-def test_lidar_by_hand() -> None:
+def test_lidar_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Volumes on a cross, views on a cross around each: within diag(a^2/2, b^2/2, 0) + floor."""
+    monkeypatch.setattr("models.probes.features.LIDAR_FLOOR", 0.1)
     means = torch.tensor([[1.0, 0, 0], [-1, 0, 0], [0, 1, 0], [0, -1, 0]])
 
     def lidar_of(a: float, b: float) -> float:
         offsets = torch.tensor([[a, 0, 0], [-a, 0, 0], [0, b, 0], [0, -b, 0]])
-        return lidar(means[:, None] + offsets, within_floor=0.1)
+        return lidar(means[:, None] + offsets)
 
     assert lidar_of(1.0, 1.0) == pytest.approx(2.0)  # both directions equally clear
     assert lidar_of(1.0, math.sqrt(0.2)) == pytest.approx(1.7547654)  # clear as 1 to 3: 4 / 3**0.75

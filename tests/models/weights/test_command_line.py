@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.cli import main
+from models.weights.__main__ import main
 from models.weights.files import read_weights
 from tests.models.weights.weight_files import config, exit_line, own_checkpoint
 from tests.support.pipeline_factory import SMOKE

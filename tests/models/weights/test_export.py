@@ -12,9 +12,9 @@ from transformers import VJEPA2Model
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vjepa3d import VJEPA3D
 from models.weights import load_encoder
-from models.weights.cli import import_weights, main
+from models.weights.__main__ import import_weights, main
 from models.weights.files import read_weights
-from models.weights.fit import fit
+from models.weights.load import fit
 from models.weights.shape import new_encoder
 from tests.models.weights.weight_files import MAE, METHODS, config, own_checkpoint, volume
 from tests.support.pipeline_factory import ROOT, SMOKE

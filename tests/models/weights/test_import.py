@@ -9,10 +9,9 @@ import torch
 
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vjepa3d import VJEPA3D
-from models.weights.cli import import_weights, main
+from models.weights.__main__ import import_weights, main
 from models.weights.files import read_weights
-from models.weights.fit import GRAY_MEAN, GRAY_STD, NORMALISATION, fit
-from models.weights.load import load_encoder
+from models.weights.load import GRAY_MEAN, GRAY_STD, NORMALISATION, fit, load_encoder
 from tests.models.weights.weight_files import MAE, MEAN, METHODS, STD, config, own_checkpoint, research_file
 from tests.support.vjepa2_oracle import hf_model
 from utils.checkpoint import CheckpointError, load_checkpoint

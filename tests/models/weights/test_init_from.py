@@ -10,8 +10,7 @@ import torch
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vjepa3d import VJEPA3D
 from models.weights.files import read_weights
-from models.weights.fit import fit
-from models.weights.load import start_from
+from models.weights.load import fit, start_from
 from pretraining.train import main as train
 from tests.models.weights.weight_files import config, own_checkpoint
 from tests.support.pipeline_factory import SMOKE, pipeline_overrides

@@ -10,7 +10,7 @@ from transformers import VJEPA2Config, VJEPA2Model
 
 from models.vit3d import SIZES, Size
 from models.weights.files import read_weights
-from models.weights.hf_layout import from_hf, to_hf
+from models.weights.layouts import from_hf, to_hf
 from models.weights.load import load_encoder
 from models.weights.shape import encoder_size, predictor_shape, require_same
 from tests.models.weights.weight_files import modules, research_file, volume

@@ -22,8 +22,7 @@ from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.resample import resample_frames
 from data_setup.store.reader import PreparedStore
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
+from data_setup.transforms import identity_matrix, token_valid
 from finetuning.features.yardsticks import take
 from models.probes.features import pool_tokens
 from utils.config.schema import Config, SpatialConfig

@@ -20,8 +20,8 @@ from sklearn.model_selection import StratifiedKFold
 
 from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
 from data_setup import prepare
-from data_setup.phantom import cli as phantom
-from data_setup.phantom.truth import read_truth_file
+from data_setup.phantom import __main__ as phantom
+from data_setup.phantom.files import read_truth_file
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config, SpatialConfig
 from utils.errors import UserError

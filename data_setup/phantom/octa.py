@@ -7,23 +7,21 @@ height maps begin it, flow adds its columns. Heights are the truth's surfaces, s
 them is an error against truth; a real device's are not. Flow is made by flow.py from the vessels of the eye.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydicom.dataset import Dataset, FileDataset
+from pydicom.dataset import FileDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, OphthalmicTomographyImageStorage
 
 from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
 from data_setup.phantom.anatomy import SURFACES
-from data_setup.phantom.dicom import MODEL_TEXT
+from data_setup.phantom.dicom import MODEL_TEXT, one
 from data_setup.phantom.files import write_file
 from data_setup.phantom.flow import SLABS, flow_of, slab_image
-from data_setup.phantom.groups import one
-from data_setup.protocols import Triple, device_of_path, protocol_of_path
+from data_setup.protocols import device_of_path, protocol_of_path
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
 from data_setup.readers.octa import ENFACE_CLASS, FLOW_CLASS
 from data_setup.tables.text import table_text
@@ -40,6 +38,7 @@ SURFACES_OF = {
     "topcon_triton": _TOPCON | {"CSI": "CSI"},
     "zeiss_cirrus": {"ILM": "ILM", "RPE": "RPE"},
 }
+MANIFEST = "retinal_octa/manifest.tsv"
 NOT_REPORTED = "Not reported"
 LINK = "associated_{}_{}"
 COLUMNS: tuple[str, ...] = ("person_id", "manufacturer", "manufacturers_model_name")
@@ -68,95 +67,35 @@ FLOW_COLUMNS += tuple(
 )
 
 
-@dataclass
-class Heights:
-    """One height map before it is written."""
-
-    heights: np.ndarray  # float32 [S, D, W], in the order that is stored
-    labels: list[str]
-    row: dict[str, object]  # of the manifest
-    path: str
-    uid: str
-    device: str
-    reference: str  # SOPInstanceUID of the structural scan
-    sop_class: str = HEIGHT_MAP_CLASS
+def write_heights(out: Path, rows: Sequence[dict[str, object]]) -> None:
+    """Write the height maps of the OCTA-type scans among manifest `rows`."""
+    _write_manifest(out, COLUMNS, [_write_map(out, row) for row in scans_of(out, rows)])
 
 
-@dataclass
-class File:
-    """One file before it is written."""
-
-    pixels: np.ndarray  # uint8 [D, H, W] or [D, W]
-    path: str
-    uid: str
-    sop_class: str
-    spacing_mm: Triple  # B-scan distance, axial, lateral
-    type_text: str = ""
-    bits: int = 8
-
-
-@dataclass
-class Flow:
-    """The flow of one scan before it is written."""
-
-    cube: File
-    images: dict[str, File]  # slab -> image
-    row: dict[str, object]  # of the manifest
-    reference: str  # SOPInstanceUID of the structural scan
-    device: str
-
-
-def write_heights(
-    out: Path, rows: Sequence[dict[str, object]], change: Callable[[int, Heights], None] | None = None
-) -> None:
-    """Write the height maps of the OCTA-type scans among manifest `rows`, as `change` makes them."""
+def write_flow(out: Path, rows: Sequence[dict[str, object]], seed: int) -> None:
+    """Write the flow of the OCTA-type scans of a known eye among manifest `rows`."""
+    known = {str(row[LINK.format("structural_oct", "sop_instance_uid")]): row for row in read_manifest(out)}
     table: list[dict[str, object]] = []
-    for place, row in enumerate(scans_of(out, rows)):
-        plan = _plan_heights(out, row)
-        if change:
-            change(place, plan)
-        write_file(out / plan.path, to_bytes(_height_map(plan)))
-        table.append(plan.row)
-    _write_manifest(out, COLUMNS, table)
-
-
-def write_flow(
-    out: Path, rows: Sequence[dict[str, object]], seed: int, change: Callable[[int, Flow], None] | None = None
-) -> None:
-    """Write the flow of the OCTA-type scans of a known eye among manifest `rows`, as `change` makes it."""
-    known = _known_rows(out)
-    table: list[dict[str, object]] = []
-    for place, row in enumerate(scans_of(out, rows)):
+    for row in scans_of(out, rows):
         begun = known.get(str(row["sop_instance_uid"]), {})
-        if row["laterality"] not in ("L", "R"):  # nobody says whose vessels these are
-            table += [begun] if begun else []
-            continue
-        plan = _plan_flow(out, row, seed)
-        plan.row = begun | plan.row
-        if change:
-            change(place, plan)
-        for number, image in enumerate(plan.images.values(), start=1):
-            plan.row[ENFACE.format(number, "ophthalmic_image_type")] = image.type_text
-        for file in (*plan.images.values(), plan.cube):
-            write_file(out / file.path, to_bytes(_flow_file(file, plan)))
-        table.append(plan.row)
+        if row["laterality"] in ("L", "R"):  # of the others nobody says whose vessels these are
+            begun = begun | _write_flow(out, row, seed)
+        table += [begun] if begun else []
     _write_manifest(out, FLOW_COLUMNS, table)
 
 
 def _write_manifest(out: Path, columns: Sequence[str], table: Sequence[Mapping[str, object]]) -> None:
-    """retinal_octa/manifest.tsv."""
     rows = [dict.fromkeys(columns, NOT_REPORTED) | dict(row) for row in table]
-    write_file(out / "retinal_octa" / "manifest.tsv", table_text(columns, rows).encode())
+    write_file(out / MANIFEST, table_text(columns, rows).encode())
 
 
-def _known_rows(out: Path) -> dict[str, dict[str, object]]:
-    """The manifest that height maps have begun, by structural scan."""
-    path = out / "retinal_octa" / "manifest.tsv"
+def read_manifest(out: Path) -> list[dict[str, object]]:
+    """The rows of the manifest that was written so far."""
+    path = out / MANIFEST
     if not path.exists():
-        return {}
+        return []
     header, *lines = (line.split("\t") for line in path.read_text(encoding="utf-8").splitlines())
-    rows: list[dict[str, object]] = [dict(zip(header, line, strict=True)) for line in lines]
-    return {str(row[LINK.format("structural_oct", "sop_instance_uid")]): row for row in rows}
+    return [dict(zip(header, line, strict=True)) for line in lines]
 
 
 def scans_of(out: Path, rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
@@ -165,12 +104,11 @@ def scans_of(out: Path, rows: Sequence[dict[str, object]]) -> list[dict[str, obj
 
 
 def _truth_path(out: Path, row: dict[str, object]) -> Path:
-    """The truth file of a manifest row."""
     return out / "truth" / f"{row['sop_instance_uid']}.npz"
 
 
-def _place(row: dict[str, object]) -> tuple[str, str, str, dict[str, object]]:
-    """(device, DEVICE/PERSON/PERSON_PROTOCOL, eye, cells of the manifest) of one structural scan."""
+def _place(row: dict[str, object]) -> tuple[str, str, dict[str, object]]:
+    """(device, DEVICE/PERSON/PERSON_PROTOCOL, cells of the manifest) of one structural scan."""
     path = str(row["filepath"]).strip("/")
     protocol, device = protocol_of_path(path), device_of_path(path)
     assert protocol is not None, path
@@ -181,70 +119,21 @@ def _place(row: dict[str, object]) -> tuple[str, str, str, dict[str, object]]:
         LINK.format("structural_oct", "sop_instance_uid"): row["sop_instance_uid"],
         LINK.format("structural_oct", "file_path"): row["filepath"],
     }
-    return device, place, str(row["laterality"]), cells
+    return device, place, cells
 
 
-def _plan_heights(out: Path, row: dict[str, object]) -> Heights:
-    """The map of one structural scan."""
-    device, place, side, cells = _place(row)
+def _write_map(out: Path, row: dict[str, object]) -> dict[str, object]:
+    """Write the height map of one structural scan, a frame a surface; its cells of the manifest."""
+    device, place, cells = _place(row)
     with np.load(_truth_path(out, row)) as truth:
         of_surface = dict(zip(SURFACES, truth["surfaces"], strict=True))
         of_surface["PR2"] = of_surface["EZ"] + np.float32(PR2_MM / truth["spacing_mm"][1])
     surfaces = SURFACES_OF[device]
-    heights = np.stack([of_surface[name] for name in surfaces.values()]).astype(np.float32)
+    heights = np.stack([of_surface[name] for name in surfaces.values()]).astype("<f4")
     uid = make_uid("heights", row["sop_instance_uid"])
-    path = f"retinal_octa/segmentation/{place}_heightmap_{side.lower()}_{uid}.dcm"
-    cells |= {
-        LINK.format("segmentation", "sop_instance_uid"): uid,
-        LINK.format("segmentation", "file_path"): f"/{path}",
-        "associated_segmentation_type": "Heightmap",
-        "associated_segmentation_number_of_frames": len(heights),
-    }
-    return Heights(heights, list(surfaces), cells, path, uid, device, str(row["sop_instance_uid"]))
-
-
-def _plan_flow(out: Path, row: dict[str, object], seed: int) -> Flow:
-    """The files of one structural scan."""
-    device, place, side, cells = _place(row)
-    with np.load(_truth_path(out, row)) as arrays:
-        truth = dict(arrays)
-    d_mm, h_mm, w_mm = (float(mm) for mm in truth["spacing_mm"])
-    text = ZEISS_TEXT if device == "zeiss_cirrus" else TYPE_TEXT
-
-    def file(kind: str, what: str, pixels: np.ndarray, sop_class: str) -> File:
-        uid = make_uid(kind, what, row["sop_instance_uid"])
-        path = f"retinal_octa/{kind}/{place}_{what}_{side.lower()}_{uid}.dcm"
-        return File(pixels, path, uid, sop_class, (d_mm, h_mm, w_mm), text.get(what, ""))
-
-    flow = flow_of(truth, int(str(row["person_id"])), side, seed)
-    cube = file("flow_cube", "flow_cube", flow, FLOW_CLASS)
-    images = {slab: file("enface", slab, slab_image(flow, truth, slab), ENFACE_CLASS) for slab in SLABS}
-    cells |= {
-        "flow_cube_height": flow.shape[1],
-        "flow_cube_width": flow.shape[2],
-        "flow_cube_number_of_frames": len(flow),
-        "flow_cube_sop_instance_uid": cube.uid,
-        "flow_cube_file_path": f"/{cube.path}",
-    }
-    for number, image in enumerate(images.values(), start=1):
-        cells[ENFACE.format(number, "sop_instance_uid")] = image.uid
-        cells[ENFACE.format(number, "file_path")] = f"/{image.path}"
-    return Flow(cube, images, cells, str(row["sop_instance_uid"]), device)
-
-
-def _reference(uid: str) -> Dataset:
-    return make_item(ReferencedSOPClassUID=OphthalmicTomographyImageStorage, ReferencedSOPInstanceUID=uid)
-
-
-def _height_map(plan: Heights) -> FileDataset:
-    """The attributes that a reader may use; a frame a surface."""
-    heights = np.ascontiguousarray(plan.heights, "<f4")
-    references = Items([_reference(plan.reference)])
-    return _file(
-        HEIGHT_MAP_CLASS,
-        plan.uid,
-        plan,
-        SOPClassUID=plan.sop_class,
+    path = f"retinal_octa/segmentation/{place}_heightmap_{str(row['laterality']).lower()}_{uid}.dcm"
+    ds = _file(
+        *(HEIGHT_MAP_CLASS, uid, device, row),
         Modality="SEG",
         NumberOfFrames=len(heights),
         Rows=heights.shape[1],
@@ -252,74 +141,104 @@ def _height_map(plan: Heights) -> FileDataset:
         BitsAllocated=32,
         SegmentSequence=Items(
             make_item(SegmentNumber=number, SegmentLabel=label, SegmentAlgorithmType="AUTOMATIC")
-            for number, label in enumerate(plan.labels, start=1)
+            for number, label in enumerate(surfaces, start=1)
         ),
         SharedFunctionalGroupsSequence=one(
-            ReferencedImageSequence=references, DerivationImageSequence=Items()
+            ReferencedImageSequence=_references(row), DerivationImageSequence=Items()
         ),
         FloatPixelData=heights.tobytes(),
     )
+    write_file(out / path, to_bytes(ds))
+    return cells | {
+        LINK.format("segmentation", "sop_instance_uid"): uid,
+        LINK.format("segmentation", "file_path"): f"/{path}",
+        "associated_segmentation_type": "Heightmap",
+        "associated_segmentation_number_of_frames": len(heights),
+    }
 
 
-def _flow_file(file: File, plan: Flow) -> FileDataset:
-    """The attributes that a reader may use; frames of a cube as those of its structural scan."""
-    is_cube = file.pixels.ndim == 3
-    pixels = file.pixels.astype("<u2") * 257 if file.bits == 16 else file.pixels
-    sources = Items([_reference(plan.reference)])
-    d_mm, h_mm, w_mm = (f"{mm:.10g}" for mm in file.spacing_mm)
-    if is_cube:
-        shared = make_item(
-            PixelMeasuresSequence=one(SliceThickness=d_mm, PixelSpacing=[h_mm, w_mm]),
-            DerivationImageSequence=one(SourceImageSequence=sources),
-            PlaneOrientationSequence=one(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"]),
+def _write_flow(out: Path, row: dict[str, object], seed: int) -> dict[str, object]:
+    """Write the flow of one structural scan and its slabs; its cells of the manifest."""
+    device, place, cells = _place(row)
+    with np.load(_truth_path(out, row)) as arrays:
+        truth = dict(arrays)
+    d_mm, h_mm, w_mm = (f"{mm:.10g}" for mm in truth["spacing_mm"])
+    side = str(row["laterality"])
+
+    def write(kind: str, what: str, pixels: np.ndarray, sop_class: str, **attributes: Any) -> tuple[str, str]:
+        """The file's UID and its path in the manifest."""
+        uid = make_uid(kind, what, row["sop_instance_uid"])
+        path = f"retinal_octa/{kind}/{place}_{what}_{side.lower()}_{uid}.dcm"
+        data = np.ascontiguousarray(pixels).tobytes()
+        ds = _file(
+            *(sop_class, uid, device, row),
+            ImageType=["DERIVED", "PRIMARY"],
+            ImageLaterality=side,
+            Rows=pixels.shape[-2],
+            Columns=pixels.shape[-1],
+            BitsAllocated=8,
+            BitsStored=8,
+            HighBit=7,
+            PixelRepresentation=0,
+            PixelData=data + b"\0" * (len(data) % 2),
+            **attributes,
         )
-        places = [make_item(StackID="1", InStackPositionNumber=n + 1) for n in range(len(file.pixels))]
-        own: dict[str, Any] = {
-            "NumberOfFrames": len(file.pixels),
-            "SharedFunctionalGroupsSequence": Items([shared]),
-            "PerFrameFunctionalGroupsSequence": Items(
-                make_item(FrameContentSequence=Items([place])) for place in places
-            ),
-        }
-    else:
-        code = make_code("0", "99PHANTOM", file.type_text)
-        own = {
-            "PixelSpacing": [d_mm, w_mm],
-            "SourceImageSequence": sources,
-            "OphthalmicImageTypeCodeSequence": code,
-        }
-    data = np.ascontiguousarray(pixels).tobytes()
-    ds = _file(
-        file.sop_class,
-        file.uid,
-        plan,
-        ImageType=["DERIVED", "PRIMARY"],
-        Modality="OPTBSV" if is_cube else "OPTENF",
-        ImageLaterality=str(plan.row["laterality"]),
-        Rows=file.pixels.shape[-2],
-        Columns=file.pixels.shape[-1],
-        BitsAllocated=file.bits,
-        BitsStored=file.bits,
-        HighBit=file.bits - 1,
-        PixelRepresentation=0,
-        PixelData=data + b"\0" * (len(data) % 2),
-        **own,
+        ds["PixelData"].VR = "OB"
+        write_file(out / path, to_bytes(ds))
+        return uid, f"/{path}"
+
+    flow = flow_of(truth, int(str(row["person_id"])), side, seed)
+    places = [make_item(StackID="1", InStackPositionNumber=n + 1) for n in range(len(flow))]
+    uid, path = write(  # frames as those of the structural scan
+        *("flow_cube", "flow_cube", flow, FLOW_CLASS),
+        Modality="OPTBSV",
+        NumberOfFrames=len(flow),
+        SharedFunctionalGroupsSequence=one(
+            PixelMeasuresSequence=one(SliceThickness=d_mm, PixelSpacing=[h_mm, w_mm]),
+            DerivationImageSequence=one(SourceImageSequence=_references(row)),
+            PlaneOrientationSequence=one(ImageOrientationPatient=["1", "0", "0", "0", "0", "-1"]),
+        ),
+        PerFrameFunctionalGroupsSequence=Items(
+            make_item(FrameContentSequence=Items([place])) for place in places
+        ),
     )
-    ds["PixelData"].VR = "OW" if file.bits == 16 else "OB"
-    return ds
+    cells |= {
+        "flow_cube_height": flow.shape[1],
+        "flow_cube_width": flow.shape[2],
+        "flow_cube_number_of_frames": len(flow),
+        "flow_cube_sop_instance_uid": uid,
+        "flow_cube_file_path": path,
+    }
+    text = ZEISS_TEXT if device == "zeiss_cirrus" else TYPE_TEXT
+    for number, slab in enumerate(SLABS, start=1):
+        uid, path = write(
+            *("enface", slab, slab_image(flow, truth, slab), ENFACE_CLASS),
+            Modality="OPTENF",
+            PixelSpacing=[d_mm, w_mm],
+            SourceImageSequence=_references(row),
+            OphthalmicImageTypeCodeSequence=make_code("0", "99PHANTOM", text[slab]),
+        )
+        facts = {"sop_instance_uid": uid, "file_path": path, "ophthalmic_image_type": text[slab]}
+        cells |= {ENFACE.format(number, name): fact for name, fact in facts.items()}
+    return cells
 
 
-def _file(sop_class: str, uid: str, plan: Heights | Flow, **attributes: Any) -> FileDataset:
-    """A file about the scan of a plan with these attributes and those that all have."""
+def _references(row: dict[str, object]) -> Items:
+    uid = str(row["sop_instance_uid"])
+    return one(ReferencedSOPClassUID=OphthalmicTomographyImageStorage, ReferencedSOPInstanceUID=uid)
+
+
+def _file(sop_class: str, uid: str, device: str, row: dict[str, object], **attributes: Any) -> FileDataset:
+    """A file about a scan with these attributes and those that all have: what a reader may use."""
     ds = new_file(sop_class, uid)
     ds.file_meta.ImplementationClassUID = UID(make_uid("implementation"))
-    manufacturer, model = MODEL_TEXT[plan.device]
+    manufacturer, model = MODEL_TEXT[device]
     root = {
         "SOPClassUID": sop_class,
-        "SOPInstanceUID": ds.file_meta.MediaStorageSOPInstanceUID,
+        "SOPInstanceUID": uid,
         "Manufacturer": manufacturer,
         "ManufacturerModelName": model,
-        "PatientID": str(plan.row["person_id"]),
+        "PatientID": str(row["person_id"]),
         "PatientName": "",
         "SamplesPerPixel": 1,
         "PhotometricInterpretation": "MONOCHROME2",

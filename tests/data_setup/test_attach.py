@@ -9,10 +9,9 @@ import pandas as pd
 import pytest
 
 from data_setup import prepare
-from data_setup.attach.directions import edge_step, of_protocols, to_turn
 from data_setup.attach.flow import CubeJob
 from data_setup.attach.heights import MapJob
-from data_setup.attach.jobs import Job
+from data_setup.attach.jobs import Job, edge_step, of_protocols, to_turn
 from data_setup.attach.stored import Stored, StoredFlow, StoredHeights, StoredLabels
 from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
 from tests.support.heights_factory import words

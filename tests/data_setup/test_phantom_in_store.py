@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from scipy.ndimage import map_coordinates
 
-from data_setup.phantom.cli import write_tree
+from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import main
 from data_setup.resample import NEAREST, plane_weights
 from data_setup.store.reader import PreparedStore

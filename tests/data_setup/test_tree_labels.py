@@ -13,9 +13,8 @@ from PIL import Image
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
-from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.labels import prepare_labels
-from data_setup.attach.stored import StoredHeights, StoredLabels
+from data_setup.attach.stored import OF_LABELS, StoredHeights, StoredLabels
 from data_setup.export.predictions import write_height_map
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.labels import read_label_volume

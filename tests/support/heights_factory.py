@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_setup import prepare
-from data_setup.phantom.cli import write_tables
+from data_setup.phantom.__main__ import write_tables
 from data_setup.phantom.cohort import Scan, make_participants
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.files import (

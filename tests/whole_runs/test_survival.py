@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_setup.phantom.cli import write_tree
+from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import main
 from data_setup.store.reader import PreparedStore
 from tests.data_setup.prepare.runs import arguments, contents

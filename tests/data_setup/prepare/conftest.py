@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_setup.phantom.cli import write_tree
+from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import main
 from tests.data_setup.prepare.runs import arguments
 

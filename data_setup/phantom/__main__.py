@@ -10,7 +10,7 @@ DIR.partial and renamed when it is complete; the remains of a killed run are del
 retinal_octa/manifest.tsv and retinal_octa/segmentation: height maps of the OCTA-type scans, with --flow
 their flow cubes and en-face images (retinal_octa/flow_cube, retinal_octa/enface). With
 --every-device both eyes of each participant are scanned once by each of the four devices. With --labels
-also labels of voxels (data_setup/phantom/voxel_labels.py), which `data_setup.prepare --labels` reads.
+also labels of voxels (data_setup/phantom/beside.py), which `data_setup.prepare --labels` reads.
 """
 
 import json
@@ -24,12 +24,11 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from data_setup.phantom.beside import LABEL_KINDS, write_flow, write_heights, write_labels
 from data_setup.phantom.cohort import MAX_PARTICIPANTS, Participant, make_participants
 from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
-from data_setup.phantom.octa import write_flow, write_heights
-from data_setup.phantom.voxel_labels import KINDS, write_labels
 from data_setup.tables.text import table_text
 from utils.cli import run_cli
 from utils.errors import UserError
@@ -95,7 +94,7 @@ def write_tree(
 
     workers: processes; None: one per CPU, 0 or 1: this one. heights, flow: of the OCTA-type
     scans. every_device: each eye once on each device, in place of 2-4 scans a person. labels: one of
-    voxel_labels.KINDS.
+    LABEL_KINDS.
     """
     if not 1 <= participants <= MAX_PARTICIPANTS:
         raise UserError(f"--participants: expected 1..{MAX_PARTICIPANTS} (4-digit ids), found {participants}")
@@ -190,7 +189,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"
     )
-    parser.add_argument("--labels", choices=KINDS, help="write labels of voxels beside the scans")
+    parser.add_argument("--labels", choices=LABEL_KINDS, help="write labels of voxels beside the scans")
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
     marker = write_tree(**vars(args))

@@ -9,7 +9,7 @@ import pytest
 
 from data_setup.attach.heights import read_jobs
 from data_setup.attach.stored import StoredHeights
-from data_setup.phantom.octa import SURFACES_OF
+from data_setup.phantom.beside import SURFACES_OF
 from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_heights
 from data_setup.resample import plane_weights
 from data_setup.store.reader import PreparedStore

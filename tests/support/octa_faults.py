@@ -16,9 +16,9 @@ from pydicom.config import disable_value_validation
 from pydicom.sequence import Sequence as Items
 
 from data_setup.export.items import make_item, make_uid, to_bytes
-from data_setup.phantom import octa
+from data_setup.phantom import beside
+from data_setup.phantom.beside import LINK, NOT_REPORTED, SURFACES_OF, scans_of
 from data_setup.phantom.flow import SLABS
-from data_setup.phantom.octa import LINK, NOT_REPORTED, SURFACES_OF, scans_of
 from data_setup.readers.heights import INVALID_UP_TO
 from data_setup.tables.text import table_text
 
@@ -94,13 +94,13 @@ class Flow:
 
     def __init__(self, out: Path, row: dict[str, Any]) -> None:
         self.row, self.cube = row, Image(out, row["flow_cube_file_path"])
-        paths = [row[octa.ENFACE.format(number, "file_path")] for number in range(1, len(SLABS) + 1)]
+        paths = [row[beside.ENFACE.format(number, "file_path")] for number in range(1, len(SLABS) + 1)]
         self.images = {slab: Image(out, path) for slab, path in zip(SLABS, paths, strict=True)}
         self.path = self.cube.path
 
     def cell(self, slab: str, name: str) -> str:
         """The column of an image in the manifest."""
-        return octa.ENFACE.format([*SLABS].index(slab) + 1, name)
+        return beside.ENFACE.format([*SLABS].index(slab) + 1, name)
 
     def refer_to(self, uid: str) -> None:
         derivation = self.cube.ds.SharedFunctionalGroupsSequence[0].DerivationImageSequence[0]
@@ -179,7 +179,7 @@ def _no_dicom(path: Path) -> None:
     path.write_bytes(np.random.default_rng(0).bytes(2048))
 
 
-_SCAN_UID, _SCAN_PATH, _MAP_UID, _MAP_PATH = octa.COLUMNS[-4:]
+_SCAN_UID, _SCAN_PATH, _MAP_UID, _MAP_PATH = beside.COLUMNS[-4:]
 _NOWHERE = {_SCAN_UID: make_uid("nobody"), _SCAN_PATH: "/retinal_oct/structural_oct/nowhere.dcm"}
 # kind -> what is planted, what is done to the file, and the reason of prepare
 OF_BOTH: dict[str, tuple[Plant, Spoil | None, str | None]] = {
@@ -233,7 +233,7 @@ def write_heights(
     out: Path, rows: Sequence[dict[str, object]], quirks: Sequence[str], seed: int
 ) -> list[dict[str, object]]:
     """The phantom's height maps with `quirks`; returns what was planted."""
-    octa.write_heights(out, rows)
+    beside.write_heights(out, rows)
     with disable_value_validation():  # the class of version 2 is no valid UID
         return _changed(out, rows, Heights, quirks, HEIGHT_FAULTS, partial(_height_habits, seed=seed))
 
@@ -242,7 +242,7 @@ def write_flow(
     out: Path, rows: Sequence[dict[str, object]], quirks: Sequence[str], seed: int
 ) -> list[dict[str, object]]:
     """The phantom's flow with `quirks`; returns what was planted."""
-    octa.write_flow(out, rows, seed)
+    beside.write_flow(out, rows, seed)
     return _changed(out, rows, Flow, quirks, FLOW_FAULTS, _flow_habits)
 
 
@@ -258,7 +258,7 @@ def _changed(
     faults = [name for name in quirks if name in table]
     paths = [str(row["filepath"]) for row in scans_of(out, rows)]
     assert len(faults) <= len(paths), "more participants"
-    lines, planted = octa.read_manifest(out), []
+    lines, planted = beside.read_manifest(out), []
     of_scan = {line[LINK.format("structural_oct", "file_path")]: line for line in lines}
     for place, scan in enumerate(paths if quirks else []):
         plan = kind(out, of_scan[scan])
@@ -268,7 +268,7 @@ def _changed(
             planted.append((plan.path, faults[place]))
         plan.save()
     if quirks:
-        (out / octa.MANIFEST).write_text(table_text(list(lines[0]), lines))
+        (out / beside.MANIFEST).write_text(table_text(list(lines[0]), lines))
     for path, fault in planted:
         if (spoil := table[fault][1]) is not None:
             spoil(out / path)

@@ -1,4 +1,4 @@
-"""What is exported comes back with the same numbers, here and in Hugging Face, or is refused; the command line."""
+"""What is exported comes back with the same numbers, or is refused; inspect and the command line."""
 
 from __future__ import annotations
 

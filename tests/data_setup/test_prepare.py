@@ -23,6 +23,7 @@ import pytest
 
 from data_setup.jobs import Job, Outcome, prepare_row, read_volume, run_jobs
 from data_setup.manifest import read_records, unknown_record
+from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import Tally, main, work
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.resample import BLENDED, NEAREST, resample_frames
@@ -30,12 +31,34 @@ from data_setup.store.format import checksum
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import summarise, table
 from data_setup.store.writer import StoreWriter
-from tests.data_setup.prepare.runs import CONFIG, arguments, contents, dicoms, start, unname_planes
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT
+from tests.support.prepare_runs import CONFIG, arguments, contents, dicoms, start, unname_planes
 from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A phantom tree of three participants, all files good."""
+    out = tmp_path_factory.mktemp("phantom") / "tree"
+    write_tree(out, participants=3, seed=5, workers=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def clean(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree prepared without any interruption."""
+    store = tmp_path_factory.mktemp("clean") / "store"
+    assert main(arguments(tree, store)) == 0
+    return store
+
+
+@pytest.fixture
+def own_tree(tree: Path, tmp_path: Path) -> Path:
+    """A copy of the tree for tests that damage it."""
+    return Path(shutil.copytree(tree, tmp_path / "tree"))
 
 
 def test_verify_names_a_chunk_in_the_wrong_place(

@@ -1,10 +1,15 @@
-"""OCTA files of the phantom as the data set ships them: height maps, flow cubes, en-face images, a manifest.
+"""What lies beside the phantom's scans as a data set ships it: OCTA with its manifest, labels of voxels.
 
 In: a phantom tree with its truth files, its manifest rows. Out: Height Map Segmentation files under
 retinal_octa/segmentation, flow below retinal_octa/flow_cube (SOP class 1.2.840.10008.5.1.4.1.1.77.1.5.8) and
 retinal_octa/enface (...77.1.5.7), and retinal_octa/manifest.tsv, which links them to the structural scans:
 height maps begin it, flow adds its columns. Heights are the truth's surfaces, so an error measured against
 them is an error against truth; a real device's are not. Flow is made by flow.py from the vessels of the eye.
+
+Labels: labels/<sop uid>.npz for every good volume, in the frame order of its file, the manifest's column
+label_volume, and label_classes.yaml beside it. `lesions`: drusen, fluid and hyperreflective foci, few and
+small, as the render has drawn them. `layers`: every layer of the retina is a class; then label_surfaces names
+the surfaces between them, too. They are the truth itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from pydicom.dataset import FileDataset
 from pydicom.sequence import Sequence as Items
 from pydicom.uid import UID, OphthalmicTomographyImageStorage
@@ -19,8 +25,9 @@ from pydicom.uid import UID, OphthalmicTomographyImageStorage
 from data_setup.export.items import fill, make_code, make_item, make_uid, new_file, to_bytes
 from data_setup.phantom.anatomy import SURFACES
 from data_setup.phantom.dicom import MODEL_TEXT, one
-from data_setup.phantom.files import write_file
+from data_setup.phantom.files import save_npz, write_file
 from data_setup.phantom.flow import SLABS, flow_of, slab_image
+from data_setup.phantom.render import LESIONS
 from data_setup.protocols import device_of_path, protocol_of_path
 from data_setup.readers.heights import HEIGHT_MAP_CLASS
 from data_setup.readers.octa import ENFACE_CLASS, FLOW_CLASS
@@ -38,6 +45,9 @@ SURFACES_OF = {
     "topcon_triton": _TOPCON | {"CSI": "CSI"},
     "zeiss_cirrus": {"ILM": "ILM", "RPE": "RPE"},
 }
+LABEL_KINDS = ("lesions", "layers")
+LABEL_FOLDER = "labels"
+_NAMED = SURFACES_OF["topcon_triton"]  # the names that most devices have -> the phantom's
 MANIFEST = "retinal_octa/manifest.tsv"
 NOT_REPORTED = "Not reported"
 LINK = "associated_{}_{}"
@@ -245,3 +255,47 @@ def _file(sop_class: str, uid: str, device: str, row: dict[str, object], **attri
     }
     fill(ds, root | attributes)
     return ds
+
+
+def write_labels(out: Path, kind: str) -> None:
+    """Write the labels of every volume that has a truth file, and name them in the manifest."""
+    manifest = out / "retinal_oct" / "manifest.tsv"
+    lines = [line.split("\t") for line in manifest.read_text(encoding="utf-8").splitlines()]
+    header, rows = lines[0], lines[1:]
+    (out / LABEL_FOLDER).mkdir()
+    columns = ["label_volume", *(["label_surfaces"] if kind == "layers" else [])]
+    classes: dict[int, str] = {}
+    for row in rows:
+        uid = row[header.index("sop_instance_uid")]
+        truth = out / "truth" / f"{uid}.npz"
+        if not truth.exists():
+            row += [""] * len(columns)
+            continue
+        with np.load(truth) as arrays:
+            labels, classes = (of_layers if kind == "layers" else of_lesions)(arrays)
+            surfaces = dict(zip(arrays["surface_names"].tolist(), arrays["surfaces"], strict=True))
+        save_npz(out / LABEL_FOLDER / f"{uid}.npz", {"labels": labels})
+        row.append(f"/{LABEL_FOLDER}/{uid}.npz")
+        if kind == "layers":
+            named = np.stack([surfaces[name] for name in _NAMED.values()]).astype(np.float32)
+            content = {"surfaces": named, "names": np.array(list(_NAMED))}
+            save_npz(out / LABEL_FOLDER / f"{uid}_surfaces.npz", content)
+            row.append(f"/{LABEL_FOLDER}/{uid}_surfaces.npz")
+    text = "\n".join("\t".join(line) for line in [[*header, *columns], *rows])
+    manifest.write_text(text + "\n", encoding="utf-8")
+    named_classes = yaml.safe_dump(classes, sort_keys=True)
+    manifest.with_name("label_classes.yaml").write_text(named_classes, encoding="utf-8")
+
+
+def of_lesions(truth: np.lib.npyio.NpzFile) -> tuple[np.ndarray, dict[int, str]]:
+    """(lesions uint8 [D, H, W], their names)."""
+    return truth["lesions"].astype(np.uint8), dict(enumerate(LESIONS[1:], start=1))
+
+
+def of_layers(truth: np.lib.npyio.NpzFile) -> tuple[np.ndarray, dict[int, str]]:
+    """(number of the layer uint8 [D, H, W], their names): a voxel is in the layer that its centre is in."""
+    surfaces = truth["surfaces"]
+    rows = np.arange(int(truth["shape"][1]))[None, :, None]
+    labels = np.sum([rows >= surface[:, None, :] for surface in surfaces], axis=0)
+    labels[labels == len(surfaces)] = 0  # below the last surface
+    return labels.astype(np.uint8), dict(enumerate(truth["layer_names"].tolist(), start=1))

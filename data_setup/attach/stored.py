@@ -177,15 +177,13 @@ class SideWriter:
                 )
         for one in self.kind.arrays:
             if not self._has(one):
-                self._make(one, (num_rows, *one.shape(image_size)), {**one.attributes, **attributes})
+                shape, of_all = (num_rows, *one.shape(image_size)), {**one.attributes, **attributes}
+                more = {"dtype": one.dtype, "fill_value": one.fill, "attributes": of_all}
+                files = array_metadata(one.name, shape, one.dims, "shuffle", **more)
+                name = f"{one.name}/zarr.json"
+                storage.write_bytes(storage.join(self.url, name), files[name], self.options)
             elif (array := self._array(one)).shape[0] < num_rows:
                 array.resize((num_rows, *array.shape[1:]))
-
-    def _make(self, one: ArrayOf, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> None:
-        """Write the metadata of an array."""
-        more = {"dtype": one.dtype, "fill_value": one.fill, "attributes": dict(attributes)}
-        name, files = f"{one.name}/zarr.json", array_metadata(one.name, shape, one.dims, "shuffle", **more)
-        storage.write_bytes(storage.join(self.url, name), files[name], self.options)
 
     def _has(self, one: ArrayOf) -> bool:
         return storage.exists(storage.join(self.url, one.name, "zarr.json"), self.options)

@@ -272,7 +272,9 @@ def write_labels(out: Path, kind: str) -> None:
             row += [""] * len(columns)
             continue
         with np.load(truth) as arrays:
-            labels, classes = (of_layers if kind == "layers" else of_lesions)(arrays)
+            labels, classes = arrays["lesions"].astype(np.uint8), dict(enumerate(LESIONS[1:], start=1))
+            if kind == "layers":
+                labels, classes = of_layers(arrays)
             surfaces = dict(zip(arrays["surface_names"].tolist(), arrays["surfaces"], strict=True))
         save_npz(out / LABEL_FOLDER / f"{uid}.npz", {"labels": labels})
         row.append(f"/{LABEL_FOLDER}/{uid}.npz")
@@ -285,11 +287,6 @@ def write_labels(out: Path, kind: str) -> None:
     manifest.write_text(text + "\n", encoding="utf-8")
     named_classes = yaml.safe_dump(classes, sort_keys=True)
     manifest.with_name("label_classes.yaml").write_text(named_classes, encoding="utf-8")
-
-
-def of_lesions(truth: np.lib.npyio.NpzFile) -> tuple[np.ndarray, dict[int, str]]:
-    """(lesions uint8 [D, H, W], their names)."""
-    return truth["lesions"].astype(np.uint8), dict(enumerate(LESIONS[1:], start=1))
 
 
 def of_layers(truth: np.lib.npyio.NpzFile) -> tuple[np.ndarray, dict[int, str]]:

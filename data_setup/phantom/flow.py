@@ -35,7 +35,8 @@ def flow_of(truth: Mapping[str, np.ndarray], person_id: int, laterality: str, se
     rows = int(truth["shape"][1])
     u, v = truth["fundus_position_mm"].astype(float)
     identity = [seed, person_id, "RL".index(laterality)]
-    factors = factors_of(truth)
+    values = dict(zip(truth["factor_names"].tolist(), truth["factors"].tolist(), strict=True))
+    factors = Factors(**(values | {"age": int(values["age"])}))
     eye = make_eye(factors, np.random.default_rng([*identity, 1]))
     anatomy = sample(eye, u, v, w_mm)
     perfused = _perfused(factors, u, v, np.random.default_rng([*identity, 7])) * (1 - anatomy.disc)
@@ -75,12 +76,6 @@ def slab_image(cube_DHW: np.ndarray, truth: Mapping[str, np.ndarray], slab: str)
     weight = _within(z, upper[:, None, :], lower[:, None, :])
     mean = (weight * cube_DHW).sum(axis=1) / np.maximum(np.square(weight).sum(axis=1), 0.05)
     return np.rint(np.clip(GAIN * mean, 0, 255)).astype(np.uint8)
-
-
-def factors_of(truth: Mapping[str, np.ndarray]) -> Factors:
-    """The person's factors in a truth file."""
-    values = dict(zip(truth["factor_names"].tolist(), truth["factors"].tolist(), strict=True))
-    return Factors(**(values | {"age": int(values["age"])}))
 
 
 def _within(z: np.ndarray, upper: np.ndarray, lower: np.ndarray) -> np.ndarray:

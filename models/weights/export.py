@@ -37,7 +37,9 @@ def export_encoder(
         if problem:
             raise UserError(f"{weights.where}: VJEPA2Model cannot give these features: {problem}")
     encoder = weights.target_encoder if which == "target" else weights.encoder
-    predictor = weights.predictor if _predicts_features(weights) else {}
+    recipe = RECIPES[weights.recipe]
+    is_vjepa2s = recipe.predictor == "transformer" and recipe.target == "features"
+    predictor = weights.predictor if is_vjepa2s else {}
     facts = export_facts(weights, cfg, which)
     if layout == "hf":
         tensors = to_hf(encoder, predictor)
@@ -205,9 +207,3 @@ The code is Apache-2.0. The weights were derived from the data above, and the da
 have them and for what: AI-READI's is the consortium's own. Read it before you pass them on. Weights that
 were imported bring their own licence too.
 """
-
-
-def _predicts_features(weights: Weights) -> bool:
-    """Whether the predictor is of the kind that VJEPA2Model has."""
-    recipe = RECIPES[weights.recipe]
-    return recipe.predictor == "transformer" and recipe.target == "features"

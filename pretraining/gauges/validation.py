@@ -300,7 +300,9 @@ def probe_scores(run: Run) -> dict[str, float | None]:
 
 def targets_of(run: Run) -> dict[str, dict[int, str]]:
     """What each probe looks for, by row: '' the labels, '_X' shortcut X."""
-    return {"": run.rows.label_of_row} | {f"_{name}": values_of(run.store, name) for name in SHORTCUTS}
+    index = run.store.index
+    known = {name: {int(r): v for r, v in index[name].items() if v != UNKNOWN} for name in SHORTCUTS}
+    return {"": run.rows.label_of_row} | {f"_{name}": of_row for name, of_row in known.items()}
 
 
 def probe_sides(run: Run) -> list[np.ndarray]:
@@ -317,11 +319,6 @@ def probe_sides(run: Run) -> list[np.ndarray]:
         all(len(classes_of(side, of_row)) > 1 for side in sides) for of_row in targets_of(run).values()
     )
     return sides if is_useful and not people[0] & people[1] else []
-
-
-def values_of(store: PreparedStore, column: str) -> dict[int, str]:
-    """What the index says of every row in a column; rows where it does not know are absent."""
-    return {int(row): value for row, value in store.index[column].items() if value != UNKNOWN}
 
 
 def classes_of(side: np.ndarray, of_row: Mapping[int, str]) -> set[str]:

@@ -15,17 +15,13 @@ Paths of a manifest are relative to its folder, or to --root.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from utils.cli import run_cli
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.help_pages import Parser
 from utils.terminal import say
-
-if TYPE_CHECKING:
-    from data_setup.export.volume import ExportVolume
 
 FORMATS = ("nifti", "ome-tiff")
 
@@ -48,12 +44,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0; raises UserError, StorageError."""
     args = _parse(argv)
-    from data_setup.export.volume import nifti_files, ome_files
+    from data_setup.export.volume import nifti_files, ome_files, originals, rows_of_store  # not for --help
     from utils.storage import exists, join, read_bytes, write_bytes
 
     options = StorageOptions(endpoint_url=args.endpoint_url)
     files_of = {"nifti": nifti_files, "ome-tiff": ome_files}[args.format]
-    for volume in _originals(args, options) if args.source else _rows(args, options):
+    if args.source:
+        volumes = originals(args.source, args.root, args.names, options)
+    elif args.root is not None:
+        raise UserError("--root: expected it with --source, found a store")
+    else:
+        volumes = rows_of_store(*args.names, options=options)
+    for volume in volumes:
         files = files_of(volume)
         for name, content in files.items():
             url = join(args.out, name)
@@ -68,34 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         facts = f"{shape}, [{mm}] mm, eye {volume.laterality or 'unknown'}, {volume.d_order}"
         say(f"{join(args.out, next(iter(files)))}: {facts}", flush=True)
     return 0
-
-
-def _rows(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportVolume]:
-    from data_setup.export.volume import of_store
-    from data_setup.store.reader import PreparedStore
-
-    url, *rows = args.names
-    if args.root is not None:
-        raise UserError("--root: expected it with --source, found a store")
-    for row in rows:
-        if not row.isdecimal():
-            raise UserError(f"{url}: expected rows as whole numbers, found {row!r}")
-    if not rows:
-        raise UserError(f"{url}: expected STORE and one row or more, found no row")
-    store = PreparedStore.open(url, options)
-    return (of_store(store, int(row)) for row in rows)
-
-
-def _originals(args: argparse.Namespace, options: StorageOptions) -> Iterator[ExportVolume]:
-    from data_setup.export.volume import of_record
-    from data_setup.manifest import records_of_table
-
-    root = args.root or args.source.rpartition("/")[0] or "."
-    records = {record.path: record for record in records_of_table(args.source, root, options)}
-    for name in args.names:
-        if name.strip("/") not in records:
-            raise UserError(f"{args.source}: expected a filepath of the table, found {name!r}")
-    return (of_record(records[name.strip("/")], options) for name in args.names)
 
 
 if __name__ == "__main__":

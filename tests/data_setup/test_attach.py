@@ -30,8 +30,16 @@ from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_height
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, read_octa, slab_of
 from data_setup.resample import plane_weights
 from data_setup.store.reader import PreparedStore
-from tests.support.flow_factory import make_flow_tree, prepare_flow, rows_of
-from tests.support.heights_factory import OCTA, config, make_tree, prepare_all, words
+from tests.support.heights_factory import (
+    OCTA,
+    config,
+    make_flow_tree,
+    make_tree,
+    prepare_all,
+    prepare_flow,
+    rows_of,
+    words,
+)
 from tests.support.octa_faults import (
     CUBE_FAULTS,
     FLOW_FAULTS,

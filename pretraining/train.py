@@ -248,15 +248,7 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
     best = ", ".join(f"{name} {value:.3g}" for name, value in progress.best_values().items())
     code = progress.end(total, best, run_log, is_over=is_over)
-    log_end(
-        cfg,
-        gauges.alarms.raised,
-        progress.step,
-        total,
-        is_over=is_over,
-        stopped_by=progress.runtime.stopped_by,
-        has_probe="best_probe" in progress.best,
-    )
+    log_end(cfg, progress, gauges.alarms.raised, total, is_over=is_over)
     return code
 
 

@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from data_setup.export.items import make_uid
 from data_setup.phantom.anatomy import LAYERS, SURFACES, Eye, make_eye
@@ -18,9 +17,6 @@ from data_setup.phantom.cohort import Factors, Participant, Scan
 from data_setup.phantom.dicom import POSITION_STYLES, FileSpec, write_volume, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
 from data_setup.protocols import DEVICES, Protocol, Shape, Triple
-from utils import storage
-from utils.config.schema import StorageOptions
-from utils.errors import UserError
 
 # compression takes most of the time of a small file
 MIXED_WEIGHTS = {"explicit": 0.75, "j2k": 0.12, "rle": 0.05, "j2k_lossy": 0.08}
@@ -201,16 +197,3 @@ def write_person(
         save_npz(out / "truth" / f"{spec.sop_instance_uid}.npz", truth_arrays(volume, spec, person))
         rows.append(manifest_row(spec, volume.voxels.shape, f"/{path}"))
     return rows
-
-
-def read_truth_file(
-    tree: str, record: pd.Series, options: StorageOptions | None = None
-) -> dict[str, np.ndarray]:
-    """The arrays of a volume's truth file (docs/concepts/phantom.md); UserError where there is none."""
-    url = storage.join(tree, "truth", f"{record.sop_instance_uid}.npz")
-    try:
-        data = storage.read_bytes(url, options)
-    except storage.StorageNotFoundError as error:
-        raise UserError(f"{url}: expected the truth file that the phantom writes, found none") from error
-    with np.load(io.BytesIO(data)) as arrays:
-        return dict(arrays)

@@ -28,6 +28,7 @@ CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside
 SMALLEST_WEIGHT = 1e-9  # rounding: a sample at the foot of the triangle does not count
 VALID_SHARE = 0.5  # of a token inside the scan
 NORMALISATION = "zscore_valid"
+LARGEST_BYTES = 2**31 - 2**20  # of an ONNX file, one protocol buffer, less what is no weight
 
 
 @dataclass(frozen=True)
@@ -146,17 +147,14 @@ class PortableEncoder(nn.Module):
         return ((source[:, None] == of_source) & inside[:, None]).double(), inside
 
 
-LARGEST_BYTES = 2**31 - 2**20  # of one protocol buffer, less what is no weight
-
-
-def why_no_onnx(module: torch.nn.Module, largest_bytes: int = LARGEST_BYTES) -> str | None:
+def why_no_onnx(module: nn.Module) -> str | None:
     """The first reason why this program has no ONNX file; None if it has one."""
     lacking = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if lacking:
         return f"{' and '.join(lacking)} not installed (pip install onnx onnxscript)"
     size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-    if size > largest_bytes:
-        return f"one file holds {largest_bytes / 1e9:.2g} GB, the weights are {size / 1e9:.2g} GB"
+    if size > LARGEST_BYTES:
+        return f"one file holds {LARGEST_BYTES / 1e9:.2g} GB, the weights are {size / 1e9:.2g} GB"
     return None
 
 

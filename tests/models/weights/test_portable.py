@@ -243,10 +243,11 @@ def test_without_the_packages_there_is_no_onnx_file(
     assert "program.onnx: not compared, onnxruntime is not installed" in selftest(str(folder))
 
 
-def test_an_onnx_file_holds_two_gigabytes_at_most() -> None:
-    reason = program.why_no_onnx(torch.nn.Linear(500, 500), largest_bytes=1_000_000)
+def test_an_onnx_file_holds_two_gigabytes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "LARGEST_BYTES", 1_000_000)
+    reason = program.why_no_onnx(torch.nn.Linear(500, 500))
     assert reason == "one file holds 0.001 GB, the weights are 0.001 GB"
-    assert program.why_no_onnx(torch.nn.Linear(500, 400), largest_bytes=1_000_000) is None
+    assert program.why_no_onnx(torch.nn.Linear(500, 400)) is None
 
 
 Change = Callable[[np.ndarray, Triple], tuple[np.ndarray, Triple]]

@@ -733,9 +733,9 @@ def test_a_dying_worker_costs_its_file_only(jobs: list[Job], capsys: pytest.Capt
     assert outcomes == dict.fromkeys(range(6), "kept") | {2: "worker_died", 4: "internal_error"}
     rows = jobs[0].writer.rows.read()
     assert rows[2]["message"].startswith("its worker process was lost twice")
-    assert re.fullmatch(r"ArithmeticError at test_workers\.py:\d+", rows[4]["message"])
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
     err = capsys.readouterr().err
-    assert re.search(r": ArithmeticError\n(  .*\n)*  .*test_workers\.py:\d+ _die_at_row_two\n", err)
+    assert re.search(r": ArithmeticError\n(  .*\n)*  .*test_prepare\.py:\d+ _die_at_row_two\n", err)
     assert "a fault" not in err  # the text of an error may quote the file
 
 
@@ -754,10 +754,10 @@ def test_an_error_of_ours_costs_its_file_only_with_and_without_processes(
     outcomes = {o.row: o.status for o in run_jobs(jobs, workers, _run_out_at_row_two)}
     assert outcomes == dict.fromkeys(range(6), "kept") | {2: "internal_error", 4: "internal_error"}
     rows = jobs[0].writer.rows.read()
-    assert re.fullmatch(r"MemoryError at test_workers\.py:\d+", rows[2]["message"])
-    assert re.fullmatch(r"ArithmeticError at test_workers\.py:\d+", rows[4]["message"])
+    assert re.fullmatch(r"MemoryError at test_prepare\.py:\d+", rows[2]["message"])
+    assert re.fullmatch(r"ArithmeticError at test_prepare\.py:\d+", rows[4]["message"])
     err = capsys.readouterr().err
-    assert re.search(r": MemoryError\n(  .*\n)*  .*test_workers\.py:\d+ _run_out_at_row_two\n", err)
+    assert re.search(r": MemoryError\n(  .*\n)*  .*test_prepare\.py:\d+ _run_out_at_row_two\n", err)
     assert "a fault" not in err
 
 

@@ -26,7 +26,7 @@ from sklearn.model_selection import GridSearchCV, StratifiedKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from data_setup.phantom.cli import write_tree
+from data_setup.phantom.__main__ import write_tree
 from data_setup.protocols import protocol_of_path
 from data_setup.readers.dicom import read_volume
 from models.probes.tokens import less_protocol_mean

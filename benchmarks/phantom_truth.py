@@ -36,10 +36,15 @@ import numpy as np
 
 from benchmarks.evidence.cohorts import Truth
 from benchmarks.evidence.scores import HIDDEN, Scores, score
-from benchmarks.truth_tokens import layer_occupancy, sample_tokens, token_features, valid_tokens
+from benchmarks.truth_tokens import (
+    layer_occupancy,
+    read_truth_file,
+    sample_tokens,
+    token_features,
+    valid_tokens,
+)
 from data_setup.loader import start_early
 from data_setup.manifest import select_wanted
-from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.answer import Answer
 from finetuning.answers.checkpoint_evaluation import find_checkpoint

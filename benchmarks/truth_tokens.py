@@ -9,6 +9,7 @@ acquired voxel goes through the resampling that made the store.
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -22,11 +23,12 @@ from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.resample import resample_frames
 from data_setup.store.reader import PreparedStore
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
+from data_setup.transforms import identity_matrix, token_valid
 from finetuning.features.yardsticks import take
 from models.probes.features import pool_tokens
-from utils.config.schema import Config, SpatialConfig
+from utils import storage
+from utils.config.schema import Config, SpatialConfig, StorageOptions
+from utils.errors import UserError
 from utils.indices import evenly_spaced
 from utils.runtime.single import Runtime
 
@@ -121,3 +123,16 @@ def grid_of(spatial: SpatialConfig) -> tuple[int, int, int]:
     """Tokens along (D, H, W)."""
     d, h, w = (i // p for i, p in zip(spatial.image_size, spatial.patch_size, strict=True))
     return d, h, w
+
+
+def read_truth_file(
+    tree: str, record: pd.Series, options: StorageOptions | None = None
+) -> dict[str, np.ndarray]:
+    """The arrays of a volume's truth file (docs/concepts/phantom.md); UserError where there is none."""
+    url = storage.join(tree, "truth", f"{record.sop_instance_uid}.npz")
+    try:
+        data = storage.read_bytes(url, options)
+    except storage.StorageNotFoundError as error:
+        raise UserError(f"{url}: expected the truth file that the phantom writes, found none") from error
+    with np.load(io.BytesIO(data)) as arrays:
+        return dict(arrays)

@@ -319,20 +319,11 @@ def _staging_folder(dst: str) -> Iterator[str | None]:
         os.close(descriptor)
 
 
-def parse_shard(text: str) -> tuple[int, int]:
-    """'i/n' -> (i, n) with 0 <= i < n; raises UserError."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not match or not int(match[1]) < int(match[2]):
-        raise UserError(f"--shard: expected i/n with 0 <= i < n, found {text!r}")
-    return int(match[1]), int(match[2])
-
-
 def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = PeopleParser("data_setup.expand", __doc__ or "")
     parser.add_argument("--src", required=True, metavar="URL", help="a zip, a folder of zips, or a pattern")
     parser.add_argument("--dst", required=True, metavar="URL", help="the root of the tree")
     parser.add_argument("--workers", type=int, default=8, metavar="N", help="members at a time")
-    parser.add_argument("--shard", default="0/1", metavar="i/n", help="archives with number %% n == i only")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there and differ")
     parser.add_argument("--verify", action="store_true", help="read every file back that is there")
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
@@ -345,9 +336,8 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0, or EXIT_USER_ERROR when something of an archive is not in the tree."""
     args = _parse_arguments(argv)
-    shard, num_shards = parse_shard(args.shard)
     options = StorageOptions(endpoint_url=args.endpoint_url)
-    urls = find_archives(args.src, options)[shard::num_shards]
+    urls = find_archives(args.src, options)
     with _staging_folder(args.dst) as staging:
         expansion = Expansion(args, options, staging)
         is_fine = [expansion.expand(url) for url in urls]

@@ -38,9 +38,9 @@ from data_setup.transforms import (
     JEPAMaskd,
     identity_matrix,
     random_stream,
+    token_valid,
     training_transforms,
 )
-from data_setup.valid_field import token_valid
 from utils.config.schema import Config, DataConfig
 from utils.errors import ConfigError, TransientError, UserError
 from utils.runtime import patience

@@ -18,10 +18,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS, Shape, Triple, device_of_path, protocol_of_path
-from data_setup.tables.participants import RECOMMENDED as RECOMMENDED
-from data_setup.tables.participants import TREE as TREE
-from data_setup.tables.participants import eye_of, may_lack_participants, of_eye, read_participants
-from data_setup.tables.splits import stratified_choice
+from data_setup.tables.splits import RECOMMENDED as RECOMMENDED
+from data_setup.tables.splits import TREE as TREE
+from data_setup.tables.splits import (
+    eye_of,
+    may_lack_participants,
+    of_eye,
+    read_participants,
+    stratified_choice,
+)
 from data_setup.tables.text import (
     D_ORDERS,
     PERSON_COLUMNS,

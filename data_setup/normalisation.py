@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from data_setup.transforms import blocks
-from data_setup.valid_field import valid_planes
+from data_setup.transforms import blocks, valid_planes
 from utils.counter_rng import counter_normal
 
 
@@ -24,26 +23,19 @@ def normalise(
     std: Tensor,
     intensity: Tensor | None = None,
     noise_seed: Tensor | None = None,
-    *,
-    noise: bool = True,
 ) -> Tensor:
     """uint8 [B,D,H,W] -> float32 [B,1,D,H,W]: gamma, z-score over valid voxels, gain, noise, 0 outside.
 
     In this order: grey = (volume / 255) ** gamma * 255, so black and white stay; z = (grey - mean) / std with
     the stored statistics of the volume (mean, std [B], in 0..255); z * gain + noise_std * normal(noise_seed,
-    voxel index). intensity [B,3] is (gain, gamma, noise_std), None is neutral. `noise=False` is a promise
-    that every noise_std is 0 and leaves the noise out of the graph. Static shapes, no generator state.
+    voxel index). intensity [B,3] is (gain, gamma, noise_std), None is neutral. Static shapes, no generator
+    state.
     """
     size = (volume.shape[1], volume.shape[2], volume.shape[3])
     in_dw, in_hw = valid_planes(matrix, valid_box, size)
-    if intensity is not None and noise:
-        assert noise_seed is not None, "noise needs noise_seed; pass noise=False where every noise_std is 0"
-    else:
-        noise_seed = None
     if volume.device.type != "cpu":
         x = _standardise(volume, mean, std, intensity)
-        if noise_seed is not None:
-            assert intensity is not None
+        if intensity is not None and noise_seed is not None:
             x.add_(_noise(intensity[:, 2], noise_seed, size, 0))
         return x.masked_fill_(~(in_dw & in_hw), 0.0)[:, None]
     with _one_thread():

@@ -52,8 +52,8 @@ from data_setup.check import audit_files, check_tree, list_tree
 from data_setup.jobs import DONE, SOURCE_MISSING, TO_DO, Job, run_jobs, state_of
 from data_setup.manifest import RECOMMENDED, Record, RecordList, read_records
 from data_setup.store.format import KEPT, UNREAD, read_attrs
+from data_setup.store.reader import verify
 from data_setup.store.summary import next_step, repeats, require_apart, shorten, summarise, table
-from data_setup.store.verify import verify
 from data_setup.store.writer import StoreWriter, record_fields
 from data_setup.tables.splits import shortfalls
 from utils import storage

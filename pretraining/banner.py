@@ -15,9 +15,8 @@ from data_setup.order import open_order
 from pretraining.gauges.alarms import Alarm
 from pretraining.gauges.alarms import closing as closing_lines
 from pretraining.gauges.throughput import Throughput
-from pretraining.progress import Progress
+from pretraining.progress import INIT_WEIGHT_LIMIT, Progress, init_weight
 from pretraining.run import Run
-from pretraining.schedules import INIT_WEIGHT_LIMIT, init_weight
 from utils.config.load import accumulation_steps
 from utils.config.recipes import recipe_name
 from utils.config.schema import Config
@@ -97,19 +96,8 @@ def next_command(cfg: Config, *, has_probe: bool) -> str:
     return f"python -m finetuning.evaluate --config {config}"
 
 
-def log_end(
-    cfg: Config,
-    raised: Sequence[Alarm],
-    step: int,
-    total: int,
-    *,
-    is_over: bool,
-    stopped_by: str,
-    has_probe: bool,
-) -> None:
-    """Log the alarms of the run, how it ended, and what to do next. `stopped_by`: what ended it early;
-    `has_probe`: there is a best checkpoint by probe.
-    """
+def log_end(cfg: Config, progress: Progress, raised: Sequence[Alarm], total: int, *, is_over: bool) -> None:
+    """Log the alarms of the run, how it ended, and what to do next."""
     for line in closing_lines(raised):
         log.info("%s", line)
     if not is_over:
@@ -117,7 +105,7 @@ def log_end(
             "to go on" if cfg.train.ckpt_dir is not None else "to start at step 0 (train.ckpt_dir is null)"
         )
         text = "stopped by %s at step %d of %d; run the same command again %s"
-        log.info(text, stopped_by, step, total, next_time)
+        log.info(text, progress.runtime.stopped_by, progress.step, total, next_time)
         return
     log.info("finished at step %d; run directory %s", total, cfg.run.dir)
-    log.info("next: %s", next_command(cfg, has_probe=has_probe))
+    log.info("next: %s", next_command(cfg, has_probe="best_probe" in progress.best))

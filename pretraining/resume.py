@@ -14,10 +14,8 @@ from data_setup.store.reader import PreparedStore
 from models.vjepa3d import VJEPA3D
 from models.weights.load import start_from
 from pretraining.gauges.monitor import Gauges
-from pretraining.progress import NEW_RUN, Progress
-from pretraining.rows import Rows
-from pretraining.run import Run
-from pretraining.schedules import Schedule
+from pretraining.progress import NEW_RUN, Progress, Schedule
+from pretraining.run import Rows, Run
 from utils.checkpoint import (
     CheckpointError,
     load_newest,

@@ -23,25 +23,31 @@ if __name__ == "__main__":  # torch and MONAI take seconds to import
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from data_setup.loader import Batch, next_or_stop, start_early
+from data_setup.loader import Batch, Loader, next_or_stop, start_early
+from data_setup.normalisation import view
+from models.engine_kernels import uncompiled
+from models.optimizer import keep_state
+from models.predictor import MlpPredictor
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples
-from pretraining.gauges.monitor import Gauges, target_drift, update_ratio
-from pretraining.gauges.profiling import StepTrace
+from pretraining.gauges.monitor import Gauges, check_disjoint, check_no_leak, target_drift, update_ratio
 from pretraining.gauges.skill import SkillGauge
-from pretraining.gauges.throughput import Throughput
+from pretraining.gauges.throughput import StepTrace, Throughput
 from pretraining.gauges.validation import Validation, volumes_read
 from pretraining.progress import Progress
 from pretraining.resume import checkpoint_state, restore
 from pretraining.run import Run, open_run
-from pretraining.step import StepResult, Update, Watch, train_step
-from pretraining.trial import open_loader, settle_memory
+from pretraining.step import StepResult, Update, Watch, train_step, trial_step
 from utils import storage
+from utils.batch_size import settle_batch
+from utils.config.load import accumulation_steps
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED
 from utils.run.calendar import Calendar
@@ -242,15 +248,7 @@ def finish(cfg: Config, gauges: Gauges, progress: Progress, total: int, run_log:
             run_log.artifact(name, storage.join(cfg.train.ckpt_dir, f"{name}.pt"))
     best = ", ".join(f"{name} {value:.3g}" for name, value in progress.best_values().items())
     code = progress.end(total, best, run_log, is_over=is_over)
-    log_end(
-        cfg,
-        gauges.alarms.raised,
-        progress.step,
-        total,
-        is_over=is_over,
-        stopped_by=progress.runtime.stopped_by,
-        has_probe="best_probe" in progress.best,
-    )
+    log_end(cfg, progress, gauges.alarms.raised, total, is_over=is_over)
     return code
 
 
@@ -261,6 +259,48 @@ def report(run_log: AnyLog, gauges: Gauges, step: int, values: dict[str, float |
     run_log.metrics(step, {**values, **gauges.alarms.states()})
     for alarm in begun:
         run_log.alarm(step, alarm.name, alarm.text)
+
+
+def open_loader(run: Run, start: int, stop: int) -> Loader:
+    """Global batches of the steps start..stop, this process's share of each."""
+    return Loader(
+        run.cfg,
+        run.store,
+        run.rows.train,
+        rank=run.runtime.rank,
+        world=run.runtime.world_size,
+        accum=accumulation_steps(run.cfg.train, run.runtime.num_devices),
+        start_step=start,
+        num_steps=stop - start,
+    )
+
+
+def settle_memory(run: Run, step: int) -> Run:
+    """The run with the largest per-core batch that fits every process, before the first update.
+
+    Raises UserError when one volume does not fit. The first batch also proves that the context encoder sees
+    no target. From here on batch normalisation is over all processes.
+    """
+    model, optimizer, runtime = run.model, run.optimizer, run.runtime
+    batch: Batch = {}
+
+    def work_of(cfg: Config) -> Callable[[], None]:
+        nonlocal batch
+        cpu_batch = next(iter(open_loader(replace(run, cfg=cfg), step, step + 1)))[0]
+        if model.recipe.hidden == "all_but_context":
+            check_disjoint(cpu_batch)
+        batch = runtime.to_device(cpu_batch)
+        work = partial(trial_step, model, optimizer, batch, cfg, runtime)
+        return work if cfg.train.compile else uncompiled(model)(work)
+
+    cfg = settle_batch(run.cfg, runtime, work_of, keep_state(model, optimizer, runtime))
+    # after the steps that may fail for lack of memory, which leave the model in training
+    model.eval()
+    check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.mark_step)
+    model.train()
+    if isinstance(model.predictor, MlpPredictor):
+        model.predictor.norm.total = runtime.group.sum_with_gradient
+    return replace(run, cfg=cfg)
 
 
 if __name__ == "__main__":

@@ -268,18 +268,18 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_488,
-    "models": 5_522,
-    "pretraining": 2_586,
+    "data_setup": 16_284,
+    "models": 5_481,
+    "pretraining": 2_458,
     "finetuning": 14_634,
     "utils": 8_926,
-    "benchmarks": 4_688,
-    "tests": 44_043,
+    "benchmarks": 4_707,
+    "tests": 43_769,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
-    "data_setup": (20, 5, 49),
+    "data_setup": (19, 5, 46),
     "models": (15, 5, 21),  # the losses have a kernel too
-    "pretraining": (10, 5, 25),
+    "pretraining": (7, 5, 15),
     "finetuning": (16, 8, 50),
     "utils": (19, 8, 47),  # tables and terminal show a stranger's names by utils.errors
 }

@@ -37,7 +37,7 @@ from benchmarks.evidence.scratch import scratch_scores
 from data_setup.store.reader import PreparedStore
 from finetuning.features.pooled import pretrained_encoder, random_encoder
 from finetuning.features.slices import SliceEncoder, image_encoder_of
-from pretraining import rows
+from pretraining import run as run_module
 from pretraining.train import train
 from utils import storage
 from utils.checkpoint import load_checkpoint
@@ -117,7 +117,7 @@ def curves(root: Path, only: str | None) -> str:
 def train_one(root: Path, name: str, seed: int) -> int:
     """Train one run of the plan, with its arm's patch; returns the exit code of pretraining.train."""
     plan, arm = Plan.load(root), arm_by_name(name)
-    rows.VAL_FRACTION = 0.05  # validation is for the run's log; nothing is chosen by it
+    run_module.VAL_FRACTION = 0.05  # validation is for the run's log; nothing is chosen by it
     if arm.patch is not None:
         PATCHES[arm.patch]()
     return train(plan.config(name, seed))

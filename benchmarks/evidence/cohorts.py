@@ -18,10 +18,9 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import StratifiedKFold
 
-from benchmarks.truth_tokens import layer_occupancy, sample_tokens, valid_tokens
+from benchmarks.truth_tokens import layer_occupancy, read_truth_file, sample_tokens, valid_tokens
 from data_setup import prepare
-from data_setup.phantom import cli as phantom
-from data_setup.phantom.truth import read_truth_file
+from data_setup.phantom import __main__ as phantom
 from data_setup.store.reader import PreparedStore
 from utils.config.schema import Config, SpatialConfig
 from utils.errors import UserError

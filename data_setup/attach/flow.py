@@ -2,13 +2,13 @@
 
 In: a finalised store and data.octa_manifest_path, retinal_octa/manifest.tsv of AI-READI or octa.tsv of
 data_setup.index, whose columns flow_cube_file_path, associated_enface_* and associated_structural_oct_* link
-the files to a scan. Out: flow on the volumes' own grid (kinds.py), flow_report.json and a table that counts
+the files to a scan. Out: flow on the volumes' own grid (stored.py), flow_report.json and a table that counts
 every mismatch by reason.
 
 A cube covers the field of its scan, with as many voxels as it likes; one that states another field is not
 used. It goes through the resampling of the volumes (data_setup/resample.py), an image through the weights of
 its two axes. A cube's B-scans run as its scan's do, or the other way: flow lies where there is tissue, so its
-correlation with the structural volume decides, and both are in the table (directions.py). The images run as
+correlation with the structural volume decides, and both are in the table (jobs.py). The images run as
 their cube.
 """
 
@@ -22,11 +22,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.attach.directions import CLEARER_FIT, LEAST_FIT, correlation
 from data_setup.attach.grid import along_d, at_scan, box, field_to_grid, length_mm
-from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run
-from data_setup.attach.kinds import FLOW
-from data_setup.attach.stored import SideWriter
+from data_setup.attach.jobs import (
+    CLEARER_FIT,
+    LEAST_FIT,
+    OF_SCAN,
+    Job,
+    correlation,
+    finish,
+    match_lines,
+    mismatches,
+    require_jobs,
+    run,
+)
+from data_setup.attach.stored import FLOW, SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, read_octa, slab_of
 from data_setup.resample import resample_frames

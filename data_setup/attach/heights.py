@@ -2,11 +2,11 @@
 
 In: a finalised store and data.octa_manifest_path, retinal_octa/manifest.tsv of AI-READI, whose columns
 associated_structural_oct_* and associated_segmentation_* link a map to a scan. Out: the maps on the volumes'
-own grid (kinds.py), heights_report.json and a table that counts every mismatch by reason.
+own grid (stored.py), heights_report.json and a table that counts every mismatch by reason.
 
 The grid of a map need not be that of its scan: both cover the same field (grid.py). A map's B-scans run as
 its scan's do, or the other way: the documentation does not say which for every device, so the brightness step
-at the first surface decides, and both are in the table (directions.py).
+at the first surface decides, and both are in the table (jobs.py).
 """
 
 from collections import Counter
@@ -17,11 +17,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.attach.grid import box, lay_on_grid
-from data_setup.attach.jobs import OF_SCAN, Job, finish, match_lines, mismatches, require_jobs, run
-from data_setup.attach.kinds import HEIGHTS
-from data_setup.attach.stored import SideWriter
+from data_setup.attach.jobs import (
+    CLEARER_STEP,
+    LEAST_STEP,
+    OF_SCAN,
+    Job,
+    edge_step,
+    finish,
+    match_lines,
+    mismatches,
+    require_jobs,
+    run,
+)
+from data_setup.attach.stored import HEIGHTS, SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import NUM_SURFACES, HeightMap, read_heights
 from data_setup.store.format import KEPT

@@ -2,7 +2,7 @@
 
 In: a finalised store, and a manifest with the columns label_volume (classes of voxels) or label_surfaces
 (rows of the image), each a place below the root; label_classes.yaml beside the manifest names the classes.
-Out: both on the volumes' own grid (kinds.py), labels_report.json, and a table that counts every mismatch by
+Out: both on the volumes' own grid (stored.py), labels_report.json, and a table that counts every mismatch by
 reason.
 
 A voxel of the grid has the class of the scan's voxel under its centre. Surfaces go through the weights that
@@ -23,8 +23,7 @@ import yaml
 from data_setup.attach.grid import lay_on_grid, nearest_voxels
 from data_setup.attach.heights import facts_of, require_inside
 from data_setup.attach.jobs import Job, finish, match_lines, mismatches, require_jobs, run
-from data_setup.attach.kinds import HEIGHTS, LABELS, OF_LABELS
-from data_setup.attach.stored import SideWriter, counts_text, parse_counts
+from data_setup.attach.stored import HEIGHTS, LABELS, OF_LABELS, SideWriter, counts_text, parse_counts
 from data_setup.manifest import unknown_record
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import MAX_SURFACES

@@ -13,6 +13,7 @@ import hashlib
 import io
 import re
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -21,7 +22,7 @@ import numpy as np
 import tifffile
 import yaml
 
-from data_setup.manifest import Record
+from data_setup.manifest import Record, records_of_table
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.open_record import open_record
 from data_setup.store.format import KEPT
@@ -48,6 +49,29 @@ class ExportVolume:
     def d_order(self) -> str:
         """The word of a YAML for the direction of D."""
         return "superior_to_inferior" if self.is_ordered else "unknown"
+
+
+def rows_of_store(url: str, *rows: str, options: StorageOptions) -> Iterator[ExportVolume]:
+    """Kept rows of a store by their numbers as text; raises UserError, StorageError."""
+    for row in rows:
+        if not row.isdecimal():
+            raise UserError(f"{url}: expected rows as whole numbers, found {row!r}")
+    if not rows:
+        raise UserError(f"{url}: expected STORE and one row or more, found no row")
+    store = PreparedStore.open(url, options)
+    return (of_store(store, int(row)) for row in rows)
+
+
+def originals(
+    manifest: str, root: str | None, names: Sequence[str], options: StorageOptions
+) -> Iterator[ExportVolume]:
+    """Files by their paths in a manifest, below its folder or `root`; raises UserError, StorageError."""
+    root = root or manifest.rpartition("/")[0] or "."
+    records = {record.path: record for record in records_of_table(manifest, root, options)}
+    for name in names:
+        if name.strip("/") not in records:
+            raise UserError(f"{manifest}: expected a filepath of the table, found {name!r}")
+    return (of_record(records[name.strip("/")], options) for name in names)
 
 
 def of_store(store: PreparedStore, row: int) -> ExportVolume:

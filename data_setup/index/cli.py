@@ -41,7 +41,7 @@ from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
-from data_setup.tables.participants import TREE
+from data_setup.tables.splits import TREE
 from utils.cli import add_workers, announce
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError

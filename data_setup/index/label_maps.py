@@ -16,7 +16,7 @@ from typing import IO
 
 import numpy as np
 
-from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
+from data_setup.attach.jobs import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.index.candidates import IMAGES, SURFACES_ENDING
 from data_setup.index.look import OK, Entry
 from data_setup.manifest import unknown_record

@@ -16,7 +16,7 @@ from pydicom.uid import JPEGLosslessSV1, OphthalmicPhotography8BitImageStorage
 
 from data_setup.export.items import fill, to_bytes
 from data_setup.phantom.cohort import Participant, Scan
-from data_setup.phantom.dicom import add_pixels, build_dataset, write_volume
+from data_setup.phantom.dicom import FileSpec, add_pixels, build_dataset, write_volume
 from data_setup.phantom.files import (
     file_path,
     geometry,
@@ -27,7 +27,6 @@ from data_setup.phantom.files import (
     truth_arrays,
     write_file,
 )
-from data_setup.phantom.groups import FileSpec
 from data_setup.phantom.render import Scan3D
 from data_setup.protocols import BY_NAME
 

@@ -14,8 +14,7 @@ import numpy as np
 from data_setup.export.items import make_uid
 from data_setup.phantom.anatomy import LAYERS, SURFACES, Eye, make_eye
 from data_setup.phantom.cohort import Factors, Participant, Scan
-from data_setup.phantom.dicom import write_volume
-from data_setup.phantom.groups import POSITION_STYLES, FileSpec, written_spacing
+from data_setup.phantom.dicom import POSITION_STYLES, FileSpec, write_volume, written_spacing
 from data_setup.phantom.render import LESIONS, Scan3D, render
 from data_setup.protocols import DEVICES, Protocol, Shape, Triple
 
@@ -48,12 +47,6 @@ def rescaled(protocol: Protocol, shape: Shape) -> Triple:
 def geometry(protocol: Protocol, size: str) -> tuple[Shape, Triple]:
     """Shape and spacing (D,H,W) of a protocol at size "small" or "full"."""
     return small_geometry(protocol) if size == "small" else (protocol.shape, protocol.spacing_mm)
-
-
-def file_name(spec: FileSpec, naming: str, side: str | None = None) -> str:
-    """`{person}_{protocol}_{l|r}_{uid}.dcm` in the naming of version 3 or 2."""
-    name = spec.protocol.name_v2 if naming == "v2" and spec.protocol.name_v2 else spec.protocol.name
-    return f"{spec.person_id}_{name}_{side or spec.laterality.lower()}_{spec.sop_instance_uid}.dcm"
 
 
 def scan_volume(
@@ -177,9 +170,11 @@ def save_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def file_path(spec: FileSpec, naming: str, side: str | None = None) -> str:
-    """A file's path under the root; `side` replaces the l or r of the file name."""
+    """A file's path under the root, its name in the naming of version 3 or 2; `side` replaces its l or r."""
+    name = spec.protocol.name_v2 if naming == "v2" and spec.protocol.name_v2 else spec.protocol.name
     folder = f"retinal_oct/structural_oct/{spec.protocol.device}/{spec.person_id}"
-    return f"{folder}/{file_name(spec, naming, side)}"
+    eye, uid = side or spec.laterality.lower(), spec.sop_instance_uid
+    return f"{folder}/{spec.person_id}_{name}_{eye}_{uid}.dcm"
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -4,7 +4,7 @@ In: a scan's truth file, its person and eye. Out: uint8 flow [D, H, W] in the fr
 uint8 images [D, W] of four slabs. The vessels are those that the structural scan shows as bright walls with
 shadows; capillaries lie in two plexuses and below Bruch's membrane, where no structural voxel shows them, and
 none near the fovea nor in patches that severity makes. Below a vessel its flow repeats, weaker, in the bright
-layers, as a projection artefact does in real cubes; `without_tails` has none.
+layers, as a projection artefact does in real cubes.
 """
 
 from collections.abc import Mapping
@@ -28,16 +28,15 @@ SVP, DCP, CHORIO, TAIL, NOISE = 0.42, 0.34, 0.35, 0.30, 0.05  # flow of each, 1:
 FRAMES = 16  # B-scans that are made together
 
 
-def flow_of(
-    truth: Mapping[str, np.ndarray], person_id: int, laterality: str, seed: int, without_tails: bool = False
-) -> np.ndarray:
+def flow_of(truth: Mapping[str, np.ndarray], person_id: int, laterality: str, seed: int) -> np.ndarray:
     """The flow cube uint8 [D, H, W] of a scan; a function of its arguments."""
     s = truth["surfaces"].astype(np.float32)
     d_mm, h_mm, w_mm = (float(mm) for mm in truth["spacing_mm"])
     rows = int(truth["shape"][1])
     u, v = truth["fundus_position_mm"].astype(float)
     identity = [seed, person_id, "RL".index(laterality)]
-    factors = factors_of(truth)
+    values = dict(zip(truth["factor_names"].tolist(), truth["factors"].tolist(), strict=True))
+    factors = Factors(**(values | {"age": int(values["age"])}))
     eye = make_eye(factors, np.random.default_rng([*identity, 1]))
     anatomy = sample(eye, u, v, w_mm)
     perfused = _perfused(factors, u, v, np.random.default_rng([*identity, 7])) * (1 - anatomy.disc)
@@ -61,9 +60,8 @@ def flow_of(
         flow = np.maximum(flow, chorio[part, None, :] * below)
         noise = rng.standard_exponential(flow.shape, dtype=np.float32)
         tissue = NOISE * (0.25 + _within(z, own[0], own[10]))
-        if not without_tails:
-            tail = _within(z, own[3], own[4]) + _within(z, own[7], own[9])
-            flow = np.maximum(flow, TAIL * cover * tail * (z > centre))
+        tail = _within(z, own[3], own[4]) + _within(z, own[7], own[9])
+        flow = np.maximum(flow, TAIL * cover * tail * (z > centre))
         cube[part] = np.rint(255 * np.clip(flow + tissue * noise, 0, 1))
     return cube
 
@@ -78,12 +76,6 @@ def slab_image(cube_DHW: np.ndarray, truth: Mapping[str, np.ndarray], slab: str)
     weight = _within(z, upper[:, None, :], lower[:, None, :])
     mean = (weight * cube_DHW).sum(axis=1) / np.maximum(np.square(weight).sum(axis=1), 0.05)
     return np.rint(np.clip(GAIN * mean, 0, 255)).astype(np.uint8)
-
-
-def factors_of(truth: Mapping[str, np.ndarray]) -> Factors:
-    """The person's factors in a truth file."""
-    values = dict(zip(truth["factor_names"].tolist(), truth["factors"].tolist(), strict=True))
-    return Factors(**(values | {"age": int(values["age"])}))
 
 
 def _within(z: np.ndarray, upper: np.ndarray, lower: np.ndarray) -> np.ndarray:

@@ -15,8 +15,7 @@ import numpy as np
 from scipy.ndimage import gaussian_filter, gaussian_filter1d
 from scipy.special import gammaincinv, ndtri
 
-from data_setup.phantom.anatomy import RPE_BAND_MM, Anatomy, Eye, sample
-from data_setup.phantom.placement import place, scan_positions
+from data_setup.phantom.anatomy import RPE_BAND_MM, Anatomy, Eye, place, sample, scan_positions
 from data_setup.protocols import Protocol, Shape, Triple
 
 LESIONS = ("none", "drusen", "intraretinal_fluid", "subretinal_fluid", "hyperreflective_focus")

@@ -9,7 +9,10 @@ from __future__ import annotations
 import io
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,12 @@ from data_setup.store.format import (
     read_attrs,
 )
 from utils import storage
-from utils.config.schema import SpatialConfig, StorageOptions
-from utils.errors import UserError
-from utils.storage import local_copies
+from utils.config.schema import Config, SpatialConfig, StorageOptions
+from utils.errors import EXIT_USER_ERROR, TransientError, UserError
+from utils.storage import StorageAwayError, StorageError, local_copies
 from utils.storage.zarr_keys import ObjectStore
+from utils.terminal import say
+from utils.workers import executor_of, is_lost_worker
 
 log = logging.getLogger(__name__)
 
@@ -214,3 +219,42 @@ class _CopyNames(Mapping[str, str]):
 def _copy_name(row: int, digest: str) -> str:
     """The file name of a local copy; a row prepared again has another checksum, hence another name."""
     return f"{row}-{digest}"
+
+
+_ROWS = 64  # of a job
+
+
+def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
+    """0, or EXIT_USER_ERROR when a volume is not what the index says; raises UserError."""
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options)
+    count = len(store.kept)
+    parts = [store.volumes.of(store.kept[start : start + _ROWS]) for start in range(0, count, _ROWS)]
+    problems: dict[int, str] = {}
+    with executor_of(workers, cluster) as pool:
+        for future in as_completed([pool.submit(_problems, part) for part in parts]):
+            error = future.exception()
+            if isinstance(error, BrokenProcessPool) or (error is not None and is_lost_worker(error)):
+                text = "expected workers that live, found one that was killed, most often for lack of memory"
+                raise TransientError(f"{store.url}: {text}; run again, with fewer --workers") from error
+            problems |= future.result()
+    for _, problem in sorted(problems.items()):
+        say(f"error: {problem}", file=sys.stderr)
+    if problems:
+        text = f"expected {count} volumes as in the index, found {len(problems)} that differ"
+        say(f"error: {store.url}: {text}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    say(f"{store.url}: {count} volumes are what the index says")
+    return 0
+
+
+def _problems(volumes: VolumeReader) -> dict[int, str]:
+    """Row -> what is wrong with its volume."""
+    problems = {}
+    for row in volumes.rows.tolist():
+        try:
+            volumes.read(row, compare=True)
+        except StorageAwayError:
+            raise
+        except StorageError as error:
+            problems[row] = str(error)
+    return problems

@@ -22,8 +22,7 @@ from torch import Tensor
 from data_setup.attach import flow, heights, labels
 from data_setup.attach.grid import at_scan, lay_on_scan, means_on_scan
 from data_setup.attach.jobs import Job
-from data_setup.attach.kinds import OF_LABELS
-from data_setup.attach.stored import Stored, StoredFlow, StoredHeights, StoredLabels
+from data_setup.attach.stored import OF_LABELS, Stored, StoredFlow, StoredHeights, StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.dense.folds import DenseVolumes

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from data_setup.jobs import INTERNAL_ERROR, internal_error
 from data_setup.normalisation import plain_view
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
+from data_setup.transforms import identity_matrix, token_valid
 from finetuning.embedding.volumes import Reject, Volume, Volumes
 from utils.config.schema import Config
 from utils.errors import TransientError, UserError

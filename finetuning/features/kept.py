@@ -36,8 +36,7 @@ from torch import Tensor, nn
 from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
+from data_setup.transforms import identity_matrix, token_valid
 from finetuning.features.digests import volume_digests
 from models.probes.features import pool_tokens
 from utils import storage

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from data_setup.loader import EVALUATION_BATCH, evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
-from data_setup.valid_field import voxel_valid
+from data_setup.transforms import voxel_valid
 from finetuning.cohort.source import require_pretraining
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder

@@ -51,7 +51,7 @@ def rankme(features_NE: Tensor) -> float:
     return _effective_number(values / total)
 
 
-def lidar(features_NQE: Tensor, within_floor: float = LIDAR_FLOOR) -> float:
+def lidar(features_NQE: Tensor) -> float:
     """LDA rank of Q views [N, Q, E] of each of N volumes: effective rank of their means, whitened by the
     spread of views around them; between 1 and N - 1, 0 if all means are equal.
 
@@ -65,7 +65,7 @@ def lidar(features_NQE: Tensor, within_floor: float = LIDAR_FLOOR) -> float:
         )
     means_NE = features.mean(dim=1)
     residual = (features - means_NE[:, None]).flatten(0, 1)
-    within_EE = residual.T @ residual / (n * q) + within_floor * torch.eye(width, dtype=torch.float64)
+    within_EE = residual.T @ residual / (n * q) + LIDAR_FLOOR * torch.eye(width, dtype=torch.float64)
     apart_NE = means_NE - means_NE.mean(dim=0)
     # W^-1/2 B W^-1/2 and the smaller Y W^-1 Y^T / N have the same eigenvalues above 0
     whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(within_EE), apart_NE.T, upper=False)

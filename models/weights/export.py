@@ -13,8 +13,8 @@ import safetensors.torch
 from torch import Tensor
 
 from models.vit3d import Size
-from models.weights.hf_layout import FIXED, MODEL_TYPE, num_mask_tokens, to_hf
-from models.weights.shape import EXPORT_FORMAT, FACTS_KEY, Weights
+from models.weights.layouts import FIXED, MODEL_TYPE, to_hf
+from models.weights.shape import EXPORT_FORMAT, FACTS_KEY, Weights, num_mask_tokens
 from utils import storage
 from utils.config.recipes import RECIPES, recipe_name
 from utils.config.schema import Config
@@ -37,7 +37,9 @@ def export_encoder(
         if problem:
             raise UserError(f"{weights.where}: VJEPA2Model cannot give these features: {problem}")
     encoder = weights.target_encoder if which == "target" else weights.encoder
-    predictor = weights.predictor if _predicts_features(weights) else {}
+    recipe = RECIPES[weights.recipe]
+    is_vjepa2s = recipe.predictor == "transformer" and recipe.target == "features"
+    predictor = weights.predictor if is_vjepa2s else {}
     facts = export_facts(weights, cfg, which)
     if layout == "hf":
         tensors = to_hf(encoder, predictor)
@@ -205,9 +207,3 @@ The code is Apache-2.0. The weights were derived from the data above, and the da
 have them and for what: AI-READI's is the consortium's own. Read it before you pass them on. Weights that
 were imported bring their own licence too.
 """
-
-
-def _predicts_features(weights: Weights) -> bool:
-    """Whether the predictor is of the kind that VJEPA2Model has."""
-    recipe = RECIPES[weights.recipe]
-    return recipe.predictor == "transformer" and recipe.target == "features"

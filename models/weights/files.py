@@ -2,7 +2,7 @@
 
 research      the `.pt` of V-JEPA 2's code: `encoder`, `predictor` and `target_encoder` (or `ema_encoder`),
               keys `module.backbone.*`
-research_2_1  the `.pt` of V-JEPA 2.1 (vjepa21.py): the same parts, of which the predictor is left out
+research_2_1  the `.pt` of V-JEPA 2.1 (layouts.py): the same parts, of which the predictor is left out
 hugging_face  a folder with config.json and safetensors of VJEPA2Model; its one encoder serves as both of ours
 image         the same of a 2D image model (image.py), which encodes one B-scan of three channels
 checkpoint    ours, written by pretraining or by `models.weights import`
@@ -25,8 +25,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from models.vit3d import SIZES
-from models.weights.hf_layout import FIXED, MODEL_TYPE, from_hf
 from models.weights.image import MODEL_TYPES, REFUSED, image_model
+from models.weights.layouts import (
+    FIXED,
+    GRID_2_1,
+    MODEL_TYPE,
+    encoder_of,
+    from_hf,
+    is_vjepa21,
+    predictor_left_out,
+)
 from models.weights.shape import (
     BLENDED,
     EXPORT_FORMAT,
@@ -38,8 +46,6 @@ from models.weights.shape import (
     predictor_shape,
     some,
 )
-from models.weights.vjepa21 import GRID as GRID_21
-from models.weights.vjepa21 import encoder_of, is_vjepa21, predictor_left_out
 from utils import storage
 from utils.checkpoint import DAMAGE, CheckpointError, load_checkpoint, well_formed
 from utils.config.load import config_of_yaml
@@ -142,7 +148,7 @@ def _research(url: str, raw: dict[str, Any], heads: int | None, predictor_heads:
         predictor=parts["predictor"],
         size=encoder_size(url, parts["encoder"], heads),
         predictor_size=None if is_2_1 else predictor_shape(url, parts["predictor"], predictor_heads),
-        grid=GRID_21 if is_2_1 else PUBLIC_GRID,
+        grid=GRID_2_1 if is_2_1 else PUBLIC_GRID,
         rope="interpolated" if is_2_1 else "tiled",
         left_out=left_out,
     )

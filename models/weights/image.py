@@ -23,7 +23,7 @@ from einops import rearrange
 from torch import Tensor
 
 from models.vit3d import NORM_EPS
-from models.weights.hf_layout import join_parts
+from models.weights.layouts import join_parts
 from models.weights.shape import Weights, encoder_size
 from utils import storage
 from utils.checkpoint import CheckpointError

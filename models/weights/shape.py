@@ -17,7 +17,6 @@ from models.predictor import HEAD_DIM as PREDICTOR_HEAD_DIM
 from models.predictor import Predictor3D
 from models.rotary import RopeForm
 from models.vit3d import Positions, Size, VisionTransformer3D
-from models.weights.hf_layout import num_mask_tokens
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config
 from utils.errors import ConfigError
@@ -125,6 +124,11 @@ def predictor_shape(url: str, predictor: dict[str, Tensor], heads: int | None) -
             f"the call, and an MLP of 4 x width, found width {width}, MLP {hidden}"
         )
     return Size(_num_blocks(predictor, "predictor_blocks"), width, heads)
+
+
+def num_mask_tokens(predictor: dict[str, Tensor]) -> int:
+    """How many mask tokens a predictor has, by our names."""
+    return sum(name.startswith("mask_tokens.") for name in predictor)
 
 
 def _num_heads(width: int, head_dim: int) -> int:

@@ -42,6 +42,12 @@ PERFECT_SKILL = 0.95
 PERSISTENCE = 3
 VAL_PERSISTENCE = {"val/rankme": 2, "val/skill_position": 2, "val/leak": 1}
 
+BOUNDS = {  # metric: least, most, and what a value outside means
+    "train/feature_std": (SPREAD_FLOOR, math.inf, "all features point one way"),
+    "train/volume_share": (VOLUME_FLOOR, math.inf, "targets hold little but their position"),
+    "val/skill_position": (-math.inf, PERFECT_SKILL, "nearer to the target than anything learned is"),
+    "val/leak": (-math.inf, LEAK_LIMIT, "the prediction moves with the voxels of its targets"),
+}
 HEADLINE = {"collapse": "features collapse", "leak": "context sees targets"}
 TRY = {
     "collapse": "try a lower optim.base_lr, method.regulariser vicreg or a larger method.regulariser_weight, "
@@ -84,11 +90,11 @@ class Alarms:
     def update(self, step: int, values: Mapping[str, float | None]) -> list[Alarm]:
         """Read the metrics of a line; returns the alarms that begin with it."""
         before = self.states()
-        values = {key: v for key, v in values.items() if v is not None and math.isfinite(v)}
-        self._seen |= {key: value for key in SHOWN if (value := values.get(key)) is not None}
-        shown = {**self._collapse_signs(values), **self._leak_signs(values)}
+        known = {key: v for key, v in values.items() if v is not None and math.isfinite(v)}
+        self._seen |= {key: known[key] for key in SHOWN if key in known}
+        shown = self._signs(known)
         for key in SHOWN:
-            if values.get(key) is not None:
+            if key in known:
                 self._in_a_row[key] = self._in_a_row.get(key, 0) + 1 if key in shown else 0
         begun = []
         for name, state in self.states().items():
@@ -108,8 +114,8 @@ class Alarms:
     def _holds(self, key: str) -> bool:
         return self._in_a_row.get(key, 0) >= VAL_PERSISTENCE.get(key, PERSISTENCE)
 
-    def _collapse_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
-        """The metrics of this line that show collapse, each with words for it."""
+    def _signs(self, values: Mapping[str, float]) -> dict[str, str]:
+        """The metrics of this line that show collapse or a leak, each with words for it."""
         active = {}
         for key, fall in self.rank_fall.items():
             rank = values.get(key)
@@ -121,13 +127,9 @@ class Alarms:
             elif rank < fall * highest and not self.has_fixed_targets:
                 share = rank / highest
                 active[key] = f"{key} fell from {highest:.1f} to {rank:.1f} ({share:.0%} of its highest)"
-        for key, floor, meaning in (
-            ("train/feature_std", SPREAD_FLOOR, "all features point one way"),
-            ("train/volume_share", VOLUME_FLOOR, "targets hold little but their position"),
-        ):
-            value = values.get(key)
-            if value is not None and value < floor:
-                active[key] = f"{meaning}, {key} is {value:.3f}"
+        for key, (low, high, meaning) in BOUNDS.items():
+            if (value := values.get(key)) is not None and not low <= value <= high:
+                active[key] = f"{meaning}, {key} is {value:.3g}"
         spread, cosine = (values.get(f"train/feature_{name}") for name in ("std", "cosine"))
         if spread is None or cosine is None or self.has_neighbours:
             return active
@@ -136,18 +138,6 @@ class Alarms:
                 f"volumes are alike, train/feature_cosine is {cosine:.3f} and train/feature_std {spread:.3f}"
             )
             active.setdefault("train/feature_std", text)
-        return active
-
-    def _leak_signs(self, values: Mapping[str, float | None]) -> dict[str, str]:
-        """The metrics of this line that show a leak, each with words for it."""
-        active = {}
-        for key, limit, meaning in (
-            ("val/skill_position", PERFECT_SKILL, "nearer to the target than anything learned is"),
-            ("val/leak", LEAK_LIMIT, "the prediction moves with the voxels of its targets"),
-        ):
-            value = values.get(key)
-            if value is not None and value > limit:
-                active[key] = f"{meaning}, {key} is {value:.3g}"
         return active
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,39 +1,37 @@
-"""What is measured between training steps: validation loss, skill, ranks of the features, a check for leaks,
-probes.
+"""What is measured between training steps: loss, skill, ranks of the features, a check for leaks, probes.
 
-Validation participants are cut inside the training split; pretraining.gauges.validation_probes has the
-probes. Several processes share the volumes (pretraining.gauges.volumes), and all of them get the numbers that
-one process would. What is sampled of the features is picked on the device.
+Validation participants are cut inside the training split. Probes are fitted on training participants and
+scored on the official validation split, which selects checkpoints. Device and side of the body are shortcut
+detectors: features that tell them carry the scanner or the mirror image. All processes of a run have as many
+batches, read by the loader's workers, and get the numbers that one process would. What is sampled of the
+features is picked on the device.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data_setup.loader import VALIDATION_SEED, Batch, validation_batches
+from data_setup.loader import VALIDATION_SEED, Batch, evaluation_batches, validation_batches
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.normalisation import view
+from data_setup.store.reader import PreparedStore
 from data_setup.transforms import STREAM_MASK, random_stream
-from models.probes.features import lidar, rankme
+from models.probes.features import lidar, pool_tokens, rankme
+from models.probes.participants import Fold, balanced_accuracy, knn_probe, ridge_classifier_probe
 from models.vit3d import gather_tokens
 from models.vjepa3d import Output
 from pretraining.gauges.monitor import TargetMotion, voxels_of_tokens
 from pretraining.gauges.skill import select, validation_skill
 from pretraining.gauges.throughput import volume_flops
-from pretraining.gauges.validation_probes import probe_scores, probe_sides
-from pretraining.gauges.volumes import (
-    evaluation_size,
-    participants_in_turn,
-    quarters,
-    shared_batches,
-)
 from pretraining.run import Run
 from pretraining.step import predict
+from utils.config.schema import Config
 from utils.indices import evenly_spaced
 from utils.runtime.single import StopRequested
 
@@ -43,6 +41,9 @@ LIDAR_VOLUMES, LIDAR_MASKS = 64, 4  # each mask is a pass of the context encoder
 SKILL_TOKENS = 2**14  # positions of all volumes together, at most 64 of each
 # the validation before step 1 has a quarter of the volumes of the others, at most 64
 FIRST_SHARE, FIRST_VOLUMES = 4, 64
+SHORTCUTS = ("device", "laterality")
+UNKNOWN = "unknown"  # what the store writes where a laterality is not told
+Load = Callable[[Config, PreparedStore, np.ndarray, int], Iterator[Batch]]  # of data_setup.loader
 
 
 class Validation:
@@ -230,3 +231,133 @@ def masked_views(run: Run, cpu_batch: Batch, batch: Batch) -> Tensor:
         means.append(total_BE / mask["weight"].sum(1, keepdim=True).clamp(min=1))
         runtime.mark_step()
     return torch.stack(means, dim=1)
+
+
+def participants_in_turn(rows: np.ndarray, person_of_row: Mapping[int, str], limit: int) -> np.ndarray:
+    """At most `limit` rows: one of every participant, then a second of each, and so on, in an order that is
+    drawn once for all runs. A smaller limit gives the beginning of a larger one's.
+    """
+    rng = np.random.default_rng(VALIDATION_SEED)
+    turns: dict[str, int] = {}
+    order = []
+    for row in rng.permutation(np.sort(rows)).tolist():
+        person = person_of_row[row]
+        order.append((turns.setdefault(person, 0), row))
+        turns[person] += 1
+    return np.array([row for _, row in sorted(order, key=lambda entry: entry[0])[:limit]], dtype=int)
+
+
+def quarters(people: Sequence[str]) -> np.ndarray:
+    """0..3 for every volume: the same for all volumes of a participant, as many participants in each."""
+    number: dict[str, int] = {}
+    return np.array([number.setdefault(person, len(number)) % 4 for person in people], dtype=int)
+
+
+def choose_rows(side: np.ndarray, label_of_row: Mapping[int, str], limit: int) -> np.ndarray:
+    """At most `limit` rows, evenly spread: of those with a label where any has one."""
+    labelled = np.array([int(r) for r in side if int(r) in label_of_row], dtype=int)
+    pool = labelled if len(labelled) else np.asarray(side, dtype=int)
+    if len(pool) == 0:
+        return pool
+    return pool[evenly_spaced(len(pool), limit).numpy()]
+
+
+def evaluation_size(run: Run) -> int:
+    """The volumes of this process's part of an evaluation batch."""
+    return run.cfg.train.at_once * run.runtime.evaluation_devices
+
+
+def shared_batches(run: Run, rows: np.ndarray, load: Load) -> Iterator[tuple[Batch, Batch]]:
+    """This process's part of `rows`: each batch as it was read, and on the device, where it may be filled up.
+
+    `Runtime.collect` of the results, joined and cut to len(rows), is in the order of `rows`.
+    """
+    size = evaluation_size(run)
+    batches = load(run.cfg, run.store, run.runtime.group.share(rows), size)
+    for cpu_batch in run.runtime.until_stopped("validation", batches):
+        yield cpu_batch, run.runtime.to_device_padded(cpu_batch, size)
+
+
+def probe_scores(run: Run) -> dict[str, float | None]:
+    """Balanced accuracies val/probe (kNN on labels), val/ridge, and val/knn_X, val/ridge_X of each shortcut.
+
+    Null where a side has fewer than two classes, or a participant is on both sides.
+    """
+    targets, sides = targets_of(run), probe_sides(run)
+    names = {key: (f"val/knn{key}" if key else "val/probe", f"val/ridge{key}") for key in targets}
+    scores: dict[str, float | None] = {name: None for pair in names.values() for name in pair}
+    if not sides:
+        return scores
+    embedded = [embed_rows(run, side) for side in sides]
+    for key, of_row in targets.items():
+        folds = make_folds(embedded, of_row, run.rows.person_of_row)
+        if folds is not None:
+            by_knn, by_ridge = names[key]
+            scores[by_knn] = balanced_accuracy(knn_probe(*folds))
+            scores[by_ridge] = balanced_accuracy(ridge_classifier_probe(*folds))
+    return scores
+
+
+def targets_of(run: Run) -> dict[str, dict[int, str]]:
+    """What each probe looks for, by row: '' the labels, '_X' shortcut X."""
+    index = run.store.index
+    known = {name: {int(r): v for r, v in index[name].items() if v != UNKNOWN} for name in SHORTCUTS}
+    return {"": run.rows.label_of_row} | {f"_{name}": of_row for name, of_row in known.items()}
+
+
+def probe_sides(run: Run) -> list[np.ndarray]:
+    """The rows to fit on and to score on, embedded once for all probes; none where a participant is on both
+    sides, or no target has two classes on both.
+    """
+    rows = run.rows
+    sides = [
+        choose_rows(side, rows.label_of_row, run.cfg.probe.max_volumes)
+        for side in (rows.train, rows.official_val)
+    ]
+    people = [{rows.person_of_row[int(r)] for r in side} for side in sides]
+    is_useful = any(
+        all(len(classes_of(side, of_row)) > 1 for side in sides) for of_row in targets_of(run).values()
+    )
+    return sides if is_useful and not people[0] & people[1] else []
+
+
+def classes_of(side: np.ndarray, of_row: Mapping[int, str]) -> set[str]:
+    return {of_row[int(r)] for r in side if int(r) in of_row}
+
+
+def embed_rows(run: Run, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pooled target encoder features [n, 2E] of rows [n]; rows whose features are not finite are left out.
+
+    Several processes share the volumes, and all of them get all features.
+    """
+    runtime, parts = run.runtime, []
+    for cpu_batch, batch in shared_batches(run, chosen, evaluation_batches):
+        with runtime.autocast():
+            tokens_BNE = run.model.target_encoder(view(batch, 1), blocks=run.cfg.model.feature_blocks or ())
+        pooled = pool_tokens(tokens_BNE.float(), batch["context_valid"])
+        parts.append(runtime.collect(pooled, len(cpu_batch["row"])))
+    features = torch.cat(parts)[: len(chosen)].numpy()
+    usable = np.isfinite(features).all(axis=1)
+    if not usable.all():
+        log.warning("probe: features not finite, left out: rows %s", chosen[~usable].tolist())
+    return features[usable], chosen[usable]
+
+
+def make_folds(
+    embedded: list[tuple[np.ndarray, np.ndarray]], of_row: Mapping[int, str], person_of_row: Mapping[int, str]
+) -> tuple[Fold, Fold] | None:
+    """Training and scored fold of one label; None where a side has fewer than two classes left.
+
+    A participant who has several (two eyes, two devices) counts once for each.
+    """
+    names = sorted(set().union(*(classes_of(chosen, of_row) for _, chosen in embedded)))
+    number = {name: i for i, name in enumerate(names)}
+    folds = []
+    for features, chosen in embedded:
+        known = np.array([int(r) in of_row for r in chosen], dtype=bool)
+        labels = np.array([number[of_row[int(r)]] for r in chosen[known]], dtype=int)
+        if len(set(labels.tolist())) < 2:
+            return None
+        units = [f"{person_of_row[int(r)]}/{of_row[int(r)]}" for r in chosen[known]]
+        folds.append(Fold(features[known], labels, np.array(units)))
+    return folds[0], folds[1]

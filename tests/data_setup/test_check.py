@@ -14,7 +14,7 @@ from pydicom.dataset import FileDataset
 
 from data_setup import check, prepare
 from data_setup.check import Finding
-from data_setup.phantom import cli as phantom
+from data_setup.phantom import __main__ as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, gcs_server

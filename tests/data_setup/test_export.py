@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tifffile
 
-from data_setup.export.cli import main as export
+from data_setup.export.__main__ import main as export
 from data_setup.store.reader import PreparedStore
 from tests.data_setup.importers.reading import GRID, SPACING, read, run_prepare
 from tests.support.dicom_factory import speckle

@@ -28,7 +28,7 @@ from data_setup.resample import Resampled
 from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore, VolumeReader
 from data_setup.store.writer import StoreWriter, measure
-from data_setup.valid_field import token_valid
+from data_setup.transforms import token_valid
 from utils import workers as workers_module
 from utils.config.load import load_config
 from utils.config.schema import Config

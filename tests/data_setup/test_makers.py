@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from data_setup.attach.directions import edge_step
+from data_setup.attach.jobs import edge_step
 from data_setup.index.cli import main as index
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.makers import e2e, kinds, topcon

@@ -14,10 +14,10 @@ import pydicom
 import pytest
 
 from benchmarks import phantom_difficulty
-from data_setup.phantom import cli as phantom
+from data_setup.phantom import __main__ as phantom
 from data_setup.phantom import render
+from data_setup.phantom.__main__ import main, write_tree
 from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye, sample
-from data_setup.phantom.cli import main, write_tree
 from data_setup.phantom.cohort import (
     GROUP_COUNTS_V3,
     STUDY_GROUPS,
@@ -27,10 +27,9 @@ from data_setup.phantom.cohort import (
     quota,
     spread_splits,
 )
-from data_setup.phantom.dicom import SYNTAXES, write_volume
+from data_setup.phantom.dicom import POSITION_STYLES, SYNTAXES, write_volume, written_spacing
 from data_setup.phantom.faults import BAD_FILES
 from data_setup.phantom.files import MANIFEST_COLUMNS, geometry, make_spec, scan_volume
-from data_setup.phantom.groups import POSITION_STYLES, written_spacing
 from data_setup.phantom.render import DEVICE_PHYSICS, LESIONS
 from data_setup.protocols import BY_NAME, DEVICES, PROTOCOLS
 from data_setup.readers.dicom import read_volume

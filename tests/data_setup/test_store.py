@@ -15,7 +15,7 @@ from data_setup.resample import BLENDED, NEAREST, Resampled, rule_of
 from data_setup.store.format import FORMAT_VERSION, INDEX_COLUMNS, RECORD_COLUMNS, checksum, chunk_key
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
-from tests.data_setup.prepare.runs import unname_planes
+from tests.support.prepare_runs import unname_planes
 from utils import storage
 from utils.config.schema import SpatialConfig
 from utils.errors import UserError

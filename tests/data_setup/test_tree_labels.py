@@ -1,7 +1,8 @@
 """Labels that come with a tree, laid on the volumes of a store: geometry, kinds of file, named mismatches."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import nibabel as nib
@@ -13,9 +14,8 @@ from PIL import Image
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
-from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.labels import prepare_labels
-from data_setup.attach.stored import StoredHeights, StoredLabels
+from data_setup.attach.stored import OF_LABELS, StoredHeights, StoredLabels
 from data_setup.export.predictions import write_height_map
 from data_setup.readers.faults import OCTReadError
 from data_setup.readers.labels import read_label_volume
@@ -99,6 +99,17 @@ def write_tree(root: Path, kinds: list[tuple[str, Callable[..., str]]]) -> pd.Da
     table = pd.DataFrame(rows)
     save_table(root, table)
     return table
+
+
+@contextmanager
+def restored(*paths: Path) -> Iterator[None]:
+    """The files are afterwards what they were."""
+    before = {path: path.read_bytes() for path in paths}
+    try:
+        yield
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
 
 
 def save_table(root: Path, table: pd.DataFrame) -> None:
@@ -373,9 +384,7 @@ def test_every_mismatch_is_counted_by_its_reason(
     small: Path, config: Config, plant: Callable[[Path], None], reason: str
 ) -> None:
     """The files of one scan are wrong: its row has the reason, and the others are kept."""
-    before = {p: p.read_bytes() for p in small.glob("labels*/*.png")}
-    before |= {p: p.read_bytes() for p in small.glob("labels*.*z")}
-    try:
+    with restored(*small.glob("labels*/*.png"), *small.glob("labels*.*z")):
         plant(small)
         assert prepare_labels(config, 0) == 0
         report = json.loads((small / "store" / "labels_report.json").read_text())
@@ -384,14 +393,10 @@ def test_every_mismatch_is_counted_by_its_reason(
         assert len(StoredLabels.open(f"{small}/store").index) == 2
         assert report["label_surfaces"]["kept"] == 3
         assert StoredHeights.open(f"{small}/store").source == OF_LABELS
-    finally:
-        for path, content in before.items():
-            path.write_bytes(content)
 
 
 def test_surfaces_that_do_not_fit_are_counted_too(small: Path, config: Config) -> None:
-    path = small / "lines1.npz"
-    good, whole = path.read_bytes(), surfaces_of(make_voxels(1))
+    path, whole = small / "lines1.npz", surfaces_of(make_voxels(1))
     wrong = {
         "frame_count_mismatch": (whole[:, :4], NAMES),
         "frame_size_mismatch": (whole[:, :, :9], NAMES),
@@ -400,14 +405,12 @@ def test_surfaces_that_do_not_fit_are_counted_too(small: Path, config: Config) -
         "no_valid_heights": (np.full_like(whole, np.nan), NAMES),
         "surface_count": (np.repeat(whole, 6, axis=0), [f"s{n}" for n in range(12)]),
     }
-    try:
+    with restored(path):
         for reason, (surfaces, names) in wrong.items():
             np.savez(path, surfaces=surfaces, names=np.array(names))
             assert prepare_labels(config, 0) == 0
             report = json.loads((small / "store" / "labels_report.json").read_text())
             assert report["label_surfaces"]["mismatches"] == {reason: 1}
-    finally:
-        path.write_bytes(good)
 
 
 def test_lines_without_labels_are_counted(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -417,11 +420,9 @@ def test_lines_without_labels_are_counted(small: Path, capsys: pytest.CaptureFix
     other.loc[1, "label_surfaces"] = ""
     unknown = {**table.iloc[2], "filepath": "nowhere"}
     other = pd.concat([other, pd.DataFrame([unknown, table.iloc[2]])])
-    try:
+    with restored(small / "manifest.tsv"):
         save_table(small, other)
         assert prepare.main([*words(small), "--labels"]) == 0
-    finally:
-        save_table(small, table)
     report = json.loads((small / "store" / "labels_report.json").read_text())
     assert report["without_labels"] == {"no_labels": 1, "scan_not_in_store": 1, "second_labels": 1}
     assert (report["label_volume"]["kept"], report["label_surfaces"]["kept"]) == (2, 1)
@@ -436,7 +437,7 @@ def test_labels_whose_cells_were_emptied_are_in_no_table(
     assert prepare.main([*words(small), "--labels"]) == 0
     store, kept = f"{small}/store", StoredLabels.open(f"{small}/store").index
     before = [path.stat().st_mtime_ns for path in sorted((small / "store" / "label_rows").iterdir())]
-    try:
+    with restored(small / "manifest.tsv"):
         save_table(small, table.assign(label_volume=""))
         assert prepare.main([*words(small), "--labels"]) == 0
         assert "labels.parquet of the store: emptied, no line" in capsys.readouterr().out
@@ -447,8 +448,6 @@ def test_labels_whose_cells_were_emptied_are_in_no_table(
             prepare.main([*words(small), "--labels"])
         assert "heights.parquet of the store: emptied" in capsys.readouterr().out
         assert StoredHeights.open(store).index.empty
-    finally:
-        save_table(small, table)
     assert prepare.main([*words(small), "--labels"]) == 0
     pd.testing.assert_frame_equal(StoredLabels.open(store).index, kept)
     after = [path.stat().st_mtime_ns for path in sorted((small / "store" / "label_rows").iterdir())]
@@ -464,22 +463,16 @@ def test_another_run_does_nothing(tree: Path) -> None:
 
 def test_the_store_refuses_a_mix(tree: Path, tmp_path: Path) -> None:
     """Of two lists of classes, and of a device's maps with foreign surfaces."""
-    classes = tree / "label_classes.yaml"
-    content = classes.read_text()
-    try:
+    classes, attributes = tree / "label_classes.yaml", tree / "store" / "heights" / "zarr.json"
+    with restored(classes):
         classes.write_text("1: grey\n2: dark\n")
         with pytest.raises(UserError, match=r"expected the classes .*bright.* found .*dark"):
             prepare.main([*words(tree), "--labels"])
-    finally:
-        classes.write_text(content)
-    attributes = tree / "store" / "heights" / "zarr.json"
-    content = attributes.read_text()
-    try:
+    with restored(attributes):
+        content = attributes.read_text()
         attributes.write_text(content.replace("label_surfaces of the manifest", "height maps of the device"))
         with pytest.raises(UserError, match="one store has heights of one source"):
             prepare.main([*words(tree), "--labels"])
-    finally:
-        attributes.write_text(content)
 
 
 @pytest.mark.parametrize(
@@ -488,16 +481,13 @@ def test_the_store_refuses_a_mix(tree: Path, tmp_path: Path) -> None:
 )
 def test_classes_need_a_name_each(small: Path, config: Config, text: str) -> None:
     classes = small / "label_classes.yaml"
-    content = classes.read_text()
-    try:
+    with restored(classes):
         classes.write_text(text)
         with pytest.raises(UserError, match=r"label_classes\.yaml: expected"):
             prepare_labels(config, 0)
         classes.unlink()
         with pytest.raises(UserError, match="found no file"):
             prepare_labels(config, 0)
-    finally:
-        classes.write_text(content)
 
 
 def test_a_manifest_without_the_columns_is_an_error(small: Path, tmp_path: Path) -> None:

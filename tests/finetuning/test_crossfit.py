@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from data_setup import prepare
-from data_setup.phantom.voxel_labels import write_labels
+from data_setup.phantom.beside import write_labels
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command
 from finetuning import train as train_command

@@ -12,9 +12,8 @@ import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance, compute_iou
 
 from data_setup.attach.grid import lay_on_grid
-from data_setup.phantom.anatomy import SURFACES, Eye, make_eye, sample
+from data_setup.phantom.anatomy import SURFACES, Eye, make_eye, place, sample, scan_positions
 from data_setup.phantom.cohort import make_participants
-from data_setup.phantom.placement import place, scan_positions
 from data_setup.protocols import BY_NAME
 from finetuning.dense.layers.etdrs import QUADRANTS, SECTORS, etdrs, find_fovea
 from finetuning.dense.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap

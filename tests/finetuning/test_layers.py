@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from data_setup.attach.grid import lay_on_grid, lay_on_scan
-from data_setup.attach.kinds import OF_LABELS
-from data_setup.attach.stored import StoredHeights
+from data_setup.attach.stored import OF_LABELS, StoredHeights
 from data_setup.loader import evaluation_batches
 from data_setup.manifest import read_records, unknown_record
 from data_setup.normalisation import plain_view

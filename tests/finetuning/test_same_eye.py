@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data_setup.phantom import cli as phantom
+from data_setup.phantom import __main__ as phantom
 from data_setup.phantom.cohort import Participant, make_participants
 from data_setup.phantom.files import scan_volume
 from data_setup.protocols import DEVICES as PROTOCOL_DEVICES

@@ -18,7 +18,7 @@ from monai.metrics import compute_dice
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
 from data_setup.attach.stored import StoredHeights
-from data_setup.phantom.voxel_labels import write_labels
+from data_setup.phantom.beside import write_labels
 from data_setup.readers.labels import read_label_volume
 from data_setup.store.reader import PreparedStore
 from finetuning import evaluate as command

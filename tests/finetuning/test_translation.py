@@ -30,8 +30,7 @@ from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
 from finetuning.features.kept import KeptFeatures
 from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
-from tests.support.flow_factory import make_flow_tree, prepare_flow
-from tests.support.heights_factory import config, dense_overrides
+from tests.support.heights_factory import config, dense_overrides, make_flow_tree, prepare_flow
 from tests.support.line_fields import documented
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.losses import pixel_targets
 from models.vit3d import gather_tokens
-from pretraining.schedules import ema_momentum, learning_rate
+from pretraining.progress import ema_momentum, learning_rate
 from pretraining.step import Update, build_optimizer, predict, train_step
 from tests.support.model_factory import nano_model, small_config, token_ids, uint8_batch, volumes
 from utils.config.schema import Config

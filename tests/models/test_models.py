@@ -9,18 +9,25 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+from models import attention as attention_module
+from models.attention import attention, blockwise_attention
 from models.batch_norm import WeightedBatchNorm
+from models.flops import recomputed_flops, step_flops
 from models.kernels.squared_errors import SquaredErrors
-from models.losses import NEIGHBOURS
+from models.losses import NEIGHBOURS, Regulariser, SigReg, VicReg, surrogate
 from models.optimizer import parameter_groups
 from models.rotary import apply_rotary, rotary_tables
 from models.stochastic import Stochastic
-from models.vit3d import SIZES, VisionTransformer3D, gather_tokens
+from models.vit3d import SIZES, SelfAttention, VisionTransformer3D, gather_tokens
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.monitor import voxels_of_tokens
-from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, volumes
+from pretraining.step import Update, build_optimizer, predict, train_step
+from tests.support.model_factory import VARIANTS, nano_model, small_config, token_ids, uint8_batch, volumes
 from utils.config.schema import Config
+from utils.runtime.single import Runtime
 
 RECIPES = ("vjepa2", "methods", "mae", *VARIANTS)
 
@@ -383,3 +390,211 @@ def test_the_squared_errors_have_the_value_and_the_gradient_of_plain_ones() -> N
     weights = torch.rand(errors.shape)
     (fast,), (slow,) = (torch.autograd.grad((of * weights).sum(), guesses) for of in (errors, plain))
     torch.testing.assert_close(fast, slow)
+
+
+# ---- the blockwise kernel against a slow plain one in double precision, values and gradients
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhtc,bhsc->bhts", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhts,bhsc->bhtc", scores.softmax(-1), v)
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
+    return [x.requires_grad_() for x in drawn[:3]] + drawn[3:]
+
+
+def value_and_gradients(function, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    out = function(q, k, v)
+    return [out, *torch.autograd.grad(out, (q, k, v), grad)]
+
+
+# room for all heads and queries at once, for two of six heads, for a part of the queries with a short last
+@pytest.mark.parametrize("kept_bytes", [0, 2**30])
+@pytest.mark.parametrize("block_bytes", [4 * 2**20, 2 * 37 * 37 * 8, 10 * 37 * 8])
+def test_blockwise_attention_equals_plain_attention(
+    block_bytes: int, kept_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_module, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(attention_module, "BLOCK_BYTES", block_bytes)
+    arrays = inputs((2, 3, 37, 8), torch.float64)
+    for got, expected in zip(
+        value_and_gradients(blockwise_attention, *arrays), value_and_gradients(plain, *arrays), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+# scores of a standard deviation of scale^2; the bound is what rounding them to bfloat16 costs
+@pytest.mark.parametrize(("scale", "bound"), [(1, 0.01), (3, 0.04)])
+@pytest.mark.parametrize("block_bytes", [4 * 2**20, 64 * 300 * 2])
+def test_bfloat16_stays_near_double_precision(
+    block_bytes: int, scale: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_module, "BLOCK_BYTES", block_bytes)
+    arrays = inputs((1, 2, 300, 32), torch.bfloat16)
+    arrays = [(x.detach() * scale).requires_grad_() for x in arrays[:2]] + arrays[2:]
+    got = value_and_gradients(attention, *arrays)
+    exact = [x.detach().double().requires_grad_() for x in arrays[:3]]
+    for one, other in zip(got, value_and_gradients(plain, *exact, arrays[3].double()), strict=True):
+        assert (one.double() - other).norm() / other.norm() < bound
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_blocks_are_for_processors_without_amx(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "HAS_AMX", has_amx)
+    q, k, v, _ = inputs((1, 2, 70, 32), torch.bfloat16)
+    expected = torch.nn.functional.scaled_dot_product_attention if has_amx else blockwise_attention
+    assert torch.equal(attention(q, k, v), expected(q, k, v))
+
+
+def test_other_layouts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of a projection are strided views."""
+    q, k, v, grad = inputs((2, 37, 3, 8), torch.float64)
+    strided = value_and_gradients(blockwise_attention, *(x.transpose(1, 2) for x in (q, k, v, grad)))
+    expected = value_and_gradients(plain, *(x.transpose(1, 2) for x in (q, k, v, grad)))
+    for one, other in zip(strided, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_keys_of_another_length_go_to_the_general_kernel() -> None:
+    q, k = torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 2, 9, 8).bfloat16()
+    got, expected = attention(q, k, k), plain(*(x.double() for x in (q, k, k)))
+    assert (got.double() - expected).norm() / expected.norm() < 0.01
+
+
+# ---- penalties by hand, and the surrogate's gradient against plain autograd over the whole batch
+
+
+def regulariser(name: str) -> Regulariser:
+    return SigReg(torch.randn(5, 16)) if name == "sigreg" else VicReg()
+
+
+def test_vicreg_by_hand() -> None:
+    tokens = torch.randn(3, 20, 6) * torch.tensor([0.1, 0.5, 1.0, 1.5, 2.0, 0.2])
+    weight = torch.ones(3, 20)
+    reg = VicReg()
+    value = reg.penalty(tuple(s / 3 for s in reg.statistics(tokens, weight)))
+    flat = tokens.reshape(-1, 6).numpy().astype(np.float64)
+    covariance = np.cov(flat.T, bias=True)
+    hinge = np.maximum(0, 1 - np.sqrt(np.diag(covariance) + 1e-4)).mean()
+    off = (covariance**2).sum() - (np.diag(covariance) ** 2).sum()
+    assert float(value) == pytest.approx(hinge + 0.1 * off / 6, rel=1e-4)
+
+
+def test_padding_tokens_do_not_count() -> None:
+    tokens, weight = torch.randn(2, 10, 4), torch.ones(2, 10)
+    weight[:, 6:] = 0
+    spoilt = tokens.clone()
+    spoilt[:, 6:] = 1e3
+    for reg in (VicReg(), SigReg(torch.randn(4, 7))):
+        parts = [reg.statistics(t, weight) for t in (tokens, spoilt)]
+        for a, b in zip(*parts, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_sigreg_is_zero_for_a_normal_and_large_for_a_point() -> None:
+    generator = torch.Generator().manual_seed(0)
+    reg = SigReg(torch.randn(8, 64, generator=generator))
+
+    def value(tokens: torch.Tensor) -> float:
+        return float(reg.penalty(reg.statistics(tokens[None], torch.ones(1, len(tokens)))))
+
+    normal = value(torch.randn(20_000, 8, generator=generator))
+    assert normal < 1e-3
+    assert value(torch.zeros(2000, 8)) > 100 * normal
+    assert value(torch.randn(2000, 8, generator=generator) * 3) > 20 * normal
+
+
+@pytest.mark.parametrize("name", ["vicreg", "sigreg"])
+def test_accumulated_surrogate_is_the_gradient_of_the_whole_batch(name: str) -> None:
+    torch.manual_seed(0)
+    reg = regulariser(name)
+    tokens = torch.randn(4, 9, 5, requires_grad=True)
+    weight = (torch.rand(4, 9) > 0.3).float()
+    direct = reg.penalty(tuple(s / 4 for s in reg.statistics(tokens, weight)))
+    (expected,) = torch.autograd.grad(direct, tokens)
+
+    with torch.no_grad():
+        parts = [reg.statistics(tokens[i : i + 2], weight[i : i + 2]) for i in (0, 2)]
+        means = tuple((a + b) / 4 for a, b in zip(*parts, strict=True))
+    value, gradient = surrogate(reg, means)
+    for i in (0, 2):
+        statistics = reg.statistics(tokens[i : i + 2], weight[i : i + 2])
+        sum((g * s / 4).sum() for g, s in zip(gradient, statistics, strict=True)).backward()
+    torch.testing.assert_close(value, direct.detach())
+    torch.testing.assert_close(tokens.grad, expected, atol=1e-7, rtol=1e-4)
+
+
+# ---- activation checkpointing: the same loss and gradients, with fewer activations kept
+NOISE = ("method.dropout=0.2", "method.drop_path=0.3")
+
+
+def config(recipe: str, on: bool) -> Config:
+    return small_config(recipe, *NOISE, f"train.activation_checkpointing={str(on).lower()}")
+
+
+def kept_bytes(model: VJEPA3D, batch: dict[str, Tensor], runtime: Runtime) -> int:
+    """Bytes of the distinct tensors that a forward pass leaves for the backward pass."""
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        predict(model, batch, runtime, stochastic=True)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("use_bf16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "mae"])
+def test_loss_and_gradients_are_the_same_bits(recipe: str, use_bf16: bool) -> None:
+    runtime = Runtime(torch.device("cpu"), use_bf16)
+    results = []
+    for on in (False, True):
+        cfg = config(recipe, on)
+        model = nano_model(cfg).train()
+        optimizer = build_optimizer(model, cfg)
+        result = train_step(model, optimizer, [uint8_batch(cfg, 16)], cfg, runtime, Update(0, 1e-3, 0.9))
+        results.append((result.loss, {n: p.grad for n, p in model.trained_parameters()}))
+    (loss, gradients), (loss_again, gradients_again) = results
+    assert torch.equal(loss, loss_again)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_again[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods"])
+def test_fewer_activations_are_kept(recipe: str) -> None:
+    runtime = Runtime(torch.device("cpu"), use_bf16=False)
+    plain, sparing = (nano_model(config(recipe, on)).train() for on in (False, True))
+    batch = uint8_batch(config(recipe, False), 16)
+    assert kept_bytes(sparing, batch, runtime) < 0.6 * kept_bytes(plain, batch, runtime)
+
+
+# ---- counted operations against PyTorch's own counter
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Matrix products, which the counter sees one by one."""
+    return F.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, dim=-1) @ v
+
+
+@pytest.mark.parametrize("recomputing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recipe", ["vjepa2", "methods", "mae", "neighbour"])
+def test_step_flops_are_what_torch_counts(recipe: str, recomputing: bool) -> None:
+    cfg = small_config(recipe, f"train.activation_checkpointing={str(recomputing).lower()}")
+    model = nano_model(cfg).train()
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.attention = plain_attention
+    view = volumes(cfg, 2)
+    context, target = token_ids(cfg, 2)
+    with FlopCounterMode(display=False) as counter:
+        out = model(view, view, context, target, torch.ones(2, model.encoder.num_tokens))
+        loss_B = out.loss_B if out.neighbour_B is None else out.loss_B + out.neighbour_B
+        loss_B.sum().backward()
+    counts = (model, context.shape[1], target.shape[1])
+    expected = step_flops(*counts) + (recomputed_flops(*counts) if recomputing else 0)
+    assert counter.get_total_flops() == 2 * expected

@@ -40,7 +40,7 @@ GUIDE = (ROOT / "docs" / "guides" / "dashboard.md").read_text().split("## What t
 ROWS = [line.strip("|").split("|") for line in GUIDE.splitlines() if line.startswith("|")]
 PANELS = {name for row in ROWS if len(row) == 4 for name in re.findall(r"`(\w+/\w+)`", row[2])}
 PICTURES = {name for row in ROWS if len(row) == 2 for name in re.findall(r"`(\w+/)", row[0])}
-MANY_TO_VALIDATE = "pretraining.rows.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
+MANY_TO_VALIDATE = "pretraining.run.VAL_FRACTION", 0.75  # skill needs 16 volumes of 4 participants
 pytestmark = pytest.mark.usefixtures("small_encoder")
 
 

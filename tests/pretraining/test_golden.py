@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretraining.schedules import ema_momentum, learning_rate
+from pretraining.progress import ema_momentum, learning_rate
 from pretraining.step import Update, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.runtime.single import Runtime

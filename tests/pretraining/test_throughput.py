@@ -13,7 +13,7 @@ from data_setup.masks import MaskPlan
 from models.vit3d import SelfAttention
 from pretraining.gauges.throughput import CudaLaps, Laps, Throughput, flops_per_step
 from pretraining.step import Update, build_optimizer, train_step
-from tests.models.test_flops import plain_attention
+from tests.models.test_models import plain_attention
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.config.schema import Config
 from utils.runtime.device_peak import device_peak, measure_matmul

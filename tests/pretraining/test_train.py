@@ -28,17 +28,14 @@ from models import vit3d
 from models.vjepa3d import VJEPA3D
 from pretraining import step as step_module
 from pretraining import train as loop
-from pretraining import trial as trial_module
 from pretraining.gauges import validation
 from pretraining.gauges.alarms import NEIGHBOUR_RANK_FALL
 from pretraining.gauges.monitor import FrozenTargetError, LeakError, check_no_leak
-from pretraining.gauges.profiling import StepTrace
+from pretraining.gauges.throughput import StepTrace
 from pretraining.gauges.validation import validate
-from pretraining.progress import NEW_RUN, Progress
+from pretraining.progress import NEW_RUN, Progress, Schedule, ema_momentum
 from pretraining.resume import restore
-from pretraining.rows import open_rows
-from pretraining.run import open_run
-from pretraining.schedules import Schedule, ema_momentum
+from pretraining.run import open_rows, open_run
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config, token_ids, volumes
 from tests.support.pipeline_factory import WITH_WANDB, pipeline_config, stop_after
@@ -127,7 +124,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
             raise torch.OutOfMemoryError("planted")
         real(model, optimizer, batch, cfg, runtime)
 
-    monkeypatch.setattr(trial_module, "trial_step", trial)
+    monkeypatch.setattr(loop, "trial_step", trial)
 
 
 def test_a_run_leaves_what_a_reader_needs(finished: Path) -> None:
@@ -640,7 +637,7 @@ def test_a_first_batch_with_a_token_on_both_sides_stops_the_run(
         return masked
 
     monkeypatch.setattr(JEPAMaskd, "__call__", overlapping)
-    monkeypatch.setattr("pretraining.trial.trial_step", None)
+    monkeypatch.setattr("pretraining.train.trial_step", None)
     run = tmp_path / "overlap"
     if start:
         shutil.copytree(finished / "checkpoints", run / "checkpoints")

@@ -20,9 +20,8 @@ from models.probes.participants import knn_probe
 from models.vit3d import gather_tokens
 from models.vjepa3d import VJEPA3D
 from pretraining.gauges import validation as validate
-from pretraining.gauges import validation_probes as val_probes
 from pretraining.gauges.alarms import Alarms
-from pretraining.gauges.volumes import participants_in_turn, quarters
+from pretraining.gauges.validation import participants_in_turn, quarters
 from pretraining.run import Run, open_run
 from pretraining.train import train
 from tests.support import counted_validation
@@ -75,40 +74,40 @@ def features_that_tell(store: PreparedStore, column: str) -> object:
     return embed_rows
 
 
-@pytest.mark.parametrize("column", val_probes.SHORTCUTS)
+@pytest.mark.parametrize("column", validate.SHORTCUTS)
 def test_features_that_tell_a_shortcut_are_found_out(
     run: Run, column: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planted = features_that_tell(run.store, column)
-    monkeypatch.setattr(val_probes, "embed_rows", planted)
-    monkeypatch.setattr(val_probes, "knn_probe", partial(knn_probe, k=1))  # 20 are all of so small a fold
-    scores = val_probes.probe_scores(run)
+    monkeypatch.setattr(validate, "embed_rows", planted)
+    monkeypatch.setattr(validate, "knn_probe", partial(knn_probe, k=1))  # 20 are all of so small a fold
+    scores = validate.probe_scores(run)
     assert set(scores) == PROBES
     assert scores[f"val/knn_{column}"] == scores[f"val/ridge_{column}"] == 1.0
-    (other,) = set(val_probes.SHORTCUTS) - {column}
+    (other,) = set(validate.SHORTCUTS) - {column}
     assert scores[f"val/ridge_{other}"] < 0.9
     assert len(planted.asked) == 2, "each side is embedded once for all probes"
 
 
 def test_no_participant_is_on_both_sides(run: Run) -> None:
-    scores = val_probes.probe_scores(run)
+    scores = validate.probe_scores(run)
     assert all(scores[name] is not None for name in PROBES)
     person = run.rows.person_of_row[int(run.rows.train[0])]
     shared = {**run.rows.person_of_row, int(run.rows.official_val[0]): person}
     mixed = replace(run.rows, person_of_row=shared)
-    assert set(val_probes.probe_scores(replace(run, rows=mixed)).values()) == {None}
+    assert set(validate.probe_scores(replace(run, rows=mixed)).values()) == {None}
 
 
 def test_without_labels_the_shortcuts_are_still_measured(run: Run) -> None:
-    scores = val_probes.probe_scores(replace(run, rows=replace(run.rows, label_of_row={})))
+    scores = validate.probe_scores(replace(run, rows=replace(run.rows, label_of_row={})))
     assert scores["val/probe"] is scores["val/ridge"] is None
     assert scores["val/knn_device"] is not None
 
 
 def test_rows_with_labels_come_first_and_are_spread() -> None:
-    chosen = val_probes.choose_rows(np.arange(100), dict.fromkeys(range(0, 100, 2), "a"), 5)
+    chosen = validate.choose_rows(np.arange(100), dict.fromkeys(range(0, 100, 2), "a"), 5)
     assert chosen.tolist() == [0, 24, 48, 74, 98]
-    assert val_probes.choose_rows(np.arange(10), {}, 4).tolist() == [0, 3, 6, 9]
+    assert validate.choose_rows(np.arange(10), {}, 4).tolist() == [0, 3, 6, 9]
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))
@@ -149,7 +148,7 @@ def test_a_run_that_copies_its_targets_reads_above_a_half_and_alarms(
     monkeypatch.setattr(VJEPA3D, "forward", context_is_target)
     monkeypatch.setattr(Predictor3D, "forward", hand_on)
     monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.SIZES["nano"])
-    monkeypatch.setattr("pretraining.rows.VAL_FRACTION", 0.7)
+    monkeypatch.setattr("pretraining.run.VAL_FRACTION", 0.7)
     many = "train.max_steps=30", "train.val_every_steps=15", "probe.max_volumes=1"
     quiet = "train.ckpt_dir=null", "wandb.mode=disabled", "train.log_every_steps=15", f"run.dir={tmp_path}"
     assert train(pipeline_config(folder, *many, *quiet, *NO_PENALTY)) == 0
@@ -182,23 +181,23 @@ def test_validation_takes_participants_in_turn_and_always_the_same() -> None:
 def test_two_eyes_of_one_participant_count_for_their_own_side() -> None:
     embedded = [(np.eye(4), np.arange(4)), (np.eye(4), np.arange(4, 8))]
     people = {r: f"p{r // 2}" for r in range(8)}
-    folds = val_probes.make_folds(embedded, {r: "LR"[r % 2] for r in range(8)}, people)
+    folds = validate.make_folds(embedded, {r: "LR"[r % 2] for r in range(8)}, people)
     assert folds is not None
     assert folds[0].participants.tolist() == ["p0/L", "p0/R", "p1/L", "p1/R"]
     assert folds[1].labels.tolist() == [0, 1, 0, 1]
-    assert val_probes.make_folds(embedded, dict.fromkeys(range(8), "L"), people) is None
+    assert validate.make_folds(embedded, dict.fromkeys(range(8), "L"), people) is None
 
 
 @torch.no_grad()
 def test_the_probes_read_the_target_encoder(run: Run) -> None:
     """And nothing of the context encoder, which is another one after the first update."""
     rows = run.rows.official_val[:3]
-    before, _ = val_probes.embed_rows(run, rows)
+    before, _ = validate.embed_rows(run, rows)
     for weight in run.model.encoder.parameters():
         weight.mul_(3).add_(0.1)
-    assert np.array_equal(val_probes.embed_rows(run, rows)[0], before)
+    assert np.array_equal(validate.embed_rows(run, rows)[0], before)
     run.model.update_target(0.0, torch.tensor(True))
-    assert not np.allclose(val_probes.embed_rows(run, rows)[0], before, rtol=0.01)
+    assert not np.allclose(validate.embed_rows(run, rows)[0], before, rtol=0.01)
 
 
 def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
@@ -207,14 +206,14 @@ def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
     """Each reads its part with workers, each volume once for each purpose, and nothing itself."""
     run_dir = tmp_path / "shared"
     overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "seed=1"]
-    monkeypatch.setattr("pretraining.rows.VAL_FRACTION", counted_validation.VAL_FRACTION)
+    monkeypatch.setattr("pretraining.run.VAL_FRACTION", counted_validation.VAL_FRACTION)
     overrides += ["val.max_volumes=17", "probe.max_volumes=7"]
     module = "tests.support.counted_validation"
     run_two(command(folder, *overrides, "data.workers=1", module=module), run_dir)
     alone = open_run(pipeline_config(folder, *overrides), CPU)
     expected = validate.validate(alone)
     assert all(expected[name] is not None for name in MEASURED)
-    sides = [len(side) for side in val_probes.probe_sides(alone)]
+    sides = [len(side) for side in validate.probe_sides(alone)]
     assert sides == [4, 7]
     for rank in range(2):
         numbers = json.loads((run_dir / f"numbers_{rank}.json").read_text())

@@ -15,7 +15,7 @@ import numpy as np
 
 from data_setup.store.reader import VolumeReader
 from models import vit3d
-from pretraining import rows
+from pretraining import run as run_module
 from pretraining.gauges.validation import validate
 from pretraining.run import open_run
 from utils.cli import parse_cli
@@ -36,7 +36,7 @@ class CountedVolumes(VolumeReader):
 
 def main() -> None:
     cfg, _ = parse_cli("counted_validation", __doc__ or "", None)
-    rows.VAL_FRACTION = VAL_FRACTION
+    run_module.VAL_FRACTION = VAL_FRACTION
     vit3d.SIZES["ti"] = vit3d.Size(2, 48, 2)  # as the fixture small_encoder
     runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
     os.environ["READS"] = str(Path(cfg.run.dir) / "reads")

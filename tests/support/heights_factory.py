@@ -1,11 +1,12 @@
-"""A phantom of small OCTA-type scans with height maps, and its store: a second or two of the real stages."""
+"""A phantom of small OCTA-type scans with height maps and flow, and its store, by the real stages."""
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from data_setup import prepare
-from data_setup.phantom.cli import write_tables
+from data_setup.phantom.__main__ import write_tables
 from data_setup.phantom.cohort import Scan, make_participants
 from data_setup.phantom.dicom import write_volume
 from data_setup.phantom.files import (
@@ -18,7 +19,7 @@ from data_setup.phantom.files import (
     write_file,
 )
 from data_setup.protocols import PROTOCOLS
-from tests.support.octa_faults import write_heights
+from tests.support.octa_faults import write_flow, write_heights
 from utils.config.load import load_config
 from utils.config.schema import Config
 
@@ -77,3 +78,32 @@ def dense_overrides(world: Path, run: Path, *extra: str) -> list[str]:
     changes += ["train.global_batch_size=4", "train.per_core_batch_size=4", "wandb.mode=disabled"]
     changes += ["head.hidden=8", "finetune.patience=null"]
     return [*changes, f"train.ckpt_dir={run / 'checkpoints'}", "train.log_every_steps=5", *extra]
+
+
+def make_flow_tree(
+    root: Path,
+    participants: int,
+    quirks: Sequence[str] = (),
+    protocols: Sequence[int] = range(len(OCTA)),
+    shape: tuple[int, int, int] = SHAPE,
+    height_quirks: Sequence[str] = (),
+) -> Path:
+    """As make_tree, with flow; what was planted stands in synthetic.json."""
+    make_tree(root, participants, height_quirks, protocols, shape)
+    rows = rows_of(root / "retinal_oct" / "manifest.tsv")
+    marker = json.loads((root / "synthetic.json").read_text())
+    marker["flow_faults"] = write_flow(root, rows, quirks, 0)
+    (root / "synthetic.json").write_text(json.dumps(marker))
+    return root
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    """The lines of a table."""
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file, delimiter="\t")]
+
+
+def prepare_flow(root: Path, *overrides: str) -> None:
+    """The store and its flow."""
+    assert prepare.main([*words(root, *overrides), "--workers", "0"]) == 0
+    assert prepare.main([*words(root, *overrides), "--workers", "0", "--flow"]) == 0

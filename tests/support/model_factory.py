@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data_setup.valid_field import token_valid
+from data_setup.transforms import token_valid
 from models import vit3d
 from models.vjepa3d import VJEPA3D
 from utils.config.load import load_config

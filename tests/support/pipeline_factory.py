@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_setup import prepare
-from data_setup.phantom import cli as phantom
+from data_setup.phantom import __main__ as phantom
 from pretraining import train as loop
 from utils.config.load import load_config
 from utils.config.schema import Config

@@ -24,7 +24,6 @@ from data_setup.store.reader import VolumeReader
 from models.vjepa3d import Output
 from pretraining import step as step_module
 from pretraining import train as loop
-from pretraining import trial as start
 from tests.support.planted_pickle import forbid_pickle
 from utils.cli import run_cli
 from utils.run import skipped_updates
@@ -36,7 +35,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def plant() -> None:
-    real_trial, real_step, real_predict = start.trial_step, loop.train_step, step_module.predict
+    real_trial, real_step, real_predict = loop.trial_step, loop.train_step, step_module.predict
     limit = PLANTED.get("out_of_memory_above", math.inf) if PLANTED.get("rank", RANK) == RANK else math.inf
     current = [-1]  # the step that is going on; the trial step is none
 
@@ -69,7 +68,7 @@ def plant() -> None:
     patience.DATA_S = PLANTED.get("data_s", patience.DATA_S)
     patience.STALL_S = PLANTED.get("stall_s", patience.STALL_S)
     skipped_updates.MAX_BAD_STEPS = PLANTED.get("max_bad_steps", skipped_updates.MAX_BAD_STEPS)
-    start.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
+    loop.trial_step, loop.train_step, step_module.predict = trial_step, train_step, predict
 
 
 def hang() -> None:

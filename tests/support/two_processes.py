@@ -13,7 +13,7 @@ import torch
 
 from models.engine_kernels import choose_kernels
 from models.predictor import MlpPredictor
-from pretraining import trial
+from pretraining import train as loop
 from pretraining.gauges.monitor import target_drift, update_ratio
 from pretraining.run import Run
 from pretraining.step import Update, Watch, build_optimizer, train_step
@@ -74,8 +74,8 @@ def settled_batch(runtime: Runtime) -> tuple[int, float]:
             raise torch.OutOfMemoryError("planted")
 
     model.predictor.predictor_blocks[1].register_forward_pre_hook(limited)  # type: ignore[union-attr,index]
-    trial.open_loader = lambda run, *_: [[uint8_batch(run.cfg, run.cfg.train.per_core_batch_size)]]
-    settled = trial.settle_memory(run, 0).cfg.train.per_core_batch_size
+    loop.open_loader = lambda run, *_: [[uint8_batch(run.cfg, run.cfg.train.per_core_batch_size)]]
+    settled = loop.settle_memory(run, 0).cfg.train.per_core_batch_size
     is_tried = False
     share = SAMPLES // runtime.world_size
     batch = {key: v[runtime.rank * share :][:share] for key, v in uint8_batch(cfg, SAMPLES).items()}

@@ -13,7 +13,7 @@ from data_setup.loader import Batch
 from models.engine_kernels import choose_kernels
 from pretraining.gauges.monitor import Gauges
 from pretraining.gauges.skill import SkillGauge
-from pretraining.schedules import ema_momentum, learning_rate
+from pretraining.progress import ema_momentum, learning_rate
 from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, uint8_batch
 from tests.support.process_factory import losses, metrics

@@ -47,7 +47,7 @@ def edited(tmp_path: Path, line: str, new: str) -> Path:
     return path
 
 
-# a sweep is no configuration: tests/pretraining/test_sweep.py
+# a sweep is no configuration: tests/pretraining/test_schedules.py
 SHIPPED = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("sweep_")]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from data_setup.loader import MicroBatches
 from pretraining.run import Run
-from pretraining.trial import settle_memory
+from pretraining.train import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment, free_port
@@ -241,7 +241,7 @@ def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPa
     model = nano_model(cfg)
     optimizer = torch.optim.AdamW(model.parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr("pretraining.trial.open_loader", lambda *_: [[uint8_batch(cfg, 2)]])
+    monkeypatch.setattr("pretraining.train.open_loader", lambda *_: [[uint8_batch(cfg, 2)]])
     tried = []
 
     def trial(*arguments: object) -> None:
@@ -252,7 +252,7 @@ def test_weights_that_a_failed_trial_lost_come_back(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("RESOURCE_EXHAUSTED: out of HBM")
 
     runtime = LosesWhatFails(torch.device("cpu"), use_bf16=False)
-    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    monkeypatch.setattr("pretraining.train.trial_step", trial)
     nothing: Any = None  # of the store and its rows, which open_loader would read
     fitting = settle_memory(Run(cfg, nothing, nothing, model, optimizer, runtime), 0).cfg
     assert tried == [8, 4]

@@ -9,7 +9,7 @@ import pytest
 
 from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.skill import MIN_HALF
-from pretraining.gauges.volumes import quarters
+from pretraining.gauges.validation import quarters
 from utils.report.health import (
     COLLAPSING,
     DIVERGED,

@@ -15,7 +15,7 @@ import torch
 from models.optimizer import MOMENTS, SelectingAdamW
 from pretraining.run import Run as TrainingRun
 from pretraining.step import Update, train_step, trial_step
-from pretraining.trial import settle_memory
+from pretraining.train import settle_memory
 from tests.support.model_factory import small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import environment
@@ -155,7 +155,7 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
     run = Run.begin(cfg, xla)
     before = run.state()
     batch = uint8_batch(cfg, BATCH)
-    monkeypatch.setattr("pretraining.trial.open_loader", lambda *_: [[batch]])
+    monkeypatch.setattr("pretraining.train.open_loader", lambda *_: [[batch]])
     tried = []
 
     def trial(*arguments: Any) -> None:
@@ -167,7 +167,7 @@ def test_out_of_memory_halves_the_batch_and_leaves_the_weights(
             raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to allocate 27.53G")
         trial_step(*arguments)
 
-    monkeypatch.setattr("pretraining.trial.trial_step", trial)
+    monkeypatch.setattr("pretraining.train.trial_step", trial)
     nothing: Any = None  # of the store and its rows, which open_loader would read
     fitting = settle_memory(TrainingRun(cfg, nothing, nothing, run.model, run.optimizer, xla), 0).cfg
     assert tried == [4, 2]

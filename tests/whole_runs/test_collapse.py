@@ -99,7 +99,7 @@ def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
     """At no validation, although the moving estimate of training may say so; with and without the loss of
     neighbours.
     """
-    monkeypatch.setattr("pretraining.rows.VAL_FRACTION", 0.6)  # a validation that skill can rest on
+    monkeypatch.setattr("pretraining.run.VAL_FRACTION", 0.6)  # a validation that skill can rest on
     words = [f"method.neighbour_weight={weight}", "train.max_steps=120", "train.val_every_steps=40"]
     if control != "frozen_predictor":
         words.append(f"method.control={control}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.engine_kernels import choose_kernels
-from pretraining import trial
+from pretraining import train as loop
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config, stop_after
@@ -72,7 +72,7 @@ def test_growing_and_halving_batches_stay_below_the_limit_of_programs(
     """Each size is another program, of which torch allows eight for a branch; past them fullgraph is an
     error. The sizes that an automatic batch tries are not compiled, and a halved batch forgets its programs.
     """
-    real, tried = trial.trial_step, list[tuple[int, bool]]()
+    real, tried = loop.trial_step, list[tuple[int, bool]]()
 
     def trial_step(model: Any, optimizer: Any, batch: Any, *rest: Any) -> None:
         is_compiled = model.encoder.blocks[0].compiled is not None
@@ -81,7 +81,7 @@ def test_growing_and_halving_batches_stay_below_the_limit_of_programs(
         if is_compiled and len(batch["row"]) > 1:
             raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(trial, "trial_step", trial_step)
+    monkeypatch.setattr(loop, "trial_step", trial_step)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(Runtime, "has_room", lambda *_: True)
     torch._dynamo.reset()

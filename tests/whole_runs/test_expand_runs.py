@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from data_setup import expand
-from tests.data_setup.expand.archives import OCT, make_zip, tree_of
+from tests.data_setup.test_expand import OCT, make_zip, tree_of
 from tests.support.cloud_proxy import FAULTS, RESET, STALL, Proxy, Schedule, fault_proxy, seeded
 from tests.support.cloud_servers import BUCKET, gcs_server
 from utils import storage

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.attention import attention
 from models.engine_kernels import choose_kernels
-from pretraining import trial
+from pretraining import train as loop
 from pretraining.run import Run
 from pretraining.step import StepResult, Update, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
@@ -146,12 +146,12 @@ def test_a_trial_step_that_runs_out_of_memory_halves_the_batch(
         tried.append(run.cfg.train.per_core_batch_size)
         return [[uint8_batch(run.cfg, tried[-1])]]
 
-    monkeypatch.setattr(trial, "open_loader", open_loader)
+    monkeypatch.setattr(loop, "open_loader", open_loader)
     torch.cuda.empty_cache()
     whole = torch.cuda.get_device_properties(runtime.device).total_memory
     torch.cuda.set_per_process_memory_fraction(2 * GIB / whole)
     try:
-        settled = trial.settle_memory(run, 0).cfg.train
+        settled = loop.settle_memory(run, 0).cfg.train
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(tried) > 1, "the first batch did not exceed the memory"

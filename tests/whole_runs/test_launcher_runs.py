@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_setup.store.reader import PreparedStore
-from pretraining.rows import open_rows
+from pretraining.run import open_rows
 from pretraining.train import train
 from tests.support.launcher_factory import Pod, copy_tree, wait_for
 from tests.support.pipeline_factory import SMOKE, WITH_WANDB, pipeline_config, pipeline_overrides

@@ -45,7 +45,7 @@ from finetuning import embed, predict
 from finetuning.dense.kinds import KINDS
 from finetuning.heads.head_file import open_head, predict_rows
 from models import vit3d
-from models.weights import cli as weights
+from models.weights import __main__ as weights
 from pretraining import train as loop
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME

@@ -18,7 +18,7 @@ from PIL import Image
 from data_setup.manifest import unknown_record
 from data_setup.readers.open_record import open_record
 from finetuning import predict
-from models.weights import cli as weights
+from models.weights import __main__ as weights
 from tests.support.dicom_factory import speckle, write_opt
 from tests.whole_runs.test_old_formats import CHECKPOINT, ENCODER, MOVED, unpack
 from utils.checkpoint import CheckpointWriter, load_checkpoint

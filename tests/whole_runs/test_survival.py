@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_setup.phantom.cli import write_tree
+from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import main
 from data_setup.store.reader import PreparedStore
-from tests.data_setup.prepare.runs import arguments, contents
 from tests.support.pipeline_factory import ROOT
+from tests.support.prepare_runs import arguments, contents
 
 TIMEOUT_S = 300.0  # of one process; a machine may be loaded
 pytestmark = pytest.mark.timeout(7200)

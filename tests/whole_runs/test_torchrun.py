@@ -17,7 +17,7 @@ import torch
 
 from data_setup.store.reader import PreparedStore
 from pretraining import train as loop
-from pretraining.rows import open_rows
+from pretraining.run import open_rows
 from tests.support.pipeline_factory import ROOT, WITH_WANDB, pipeline_config
 from tests.support.process_factory import (
     PLANTED,

@@ -18,7 +18,7 @@ import torch
 
 from data_setup.order import DataOrder
 from data_setup.store.reader import PreparedStore
-from pretraining.rows import open_rows
+from pretraining.run import open_rows
 from tests.support.cloud_proxy import Proxy, fault_proxy
 from tests.support.cloud_servers import BUCKET, s3_server
 from tests.support.pipeline_factory import WITH_WANDB, pipeline_config

@@ -16,8 +16,7 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from data_setup.attach.kinds import OF_LABELS
-from data_setup.attach.stored import StoredHeights
+from data_setup.attach.stored import OF_LABELS, StoredHeights
 from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN

@@ -3,12 +3,18 @@
 In: one volume as acquired, uint8 [D, H, W] of any size, its spacing in mm and the direction of its B-scans.
 Out: tokens float32 [N, E], their validity bool [N], and mean and standard deviation over valid tokens [2E].
 The rules are those of data_setup/resample.py (triangle filter, voxel centres, fields centred on each other;
-along D the nearest B-scan where they lie apart)
-and data_setup/normalisation.py (z-score over the voxels inside the scan), written in tensors of any size.
+along D the nearest B-scan where they lie apart) and data_setup/normalisation.py (z-score over the voxels
+inside the scan), written in tensors of any size. `to_onnx` writes the same for runtimes without torch: that
+needs onnx and onnxscript, and running it onnxruntime (`pip install onnx onnxscript onnxruntime`).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +28,7 @@ CENTRE_TOLERANCE = 1e-6  # of a voxel; a centre on the field's edge is inside
 SMALLEST_WEIGHT = 1e-9  # rounding: a sample at the foot of the triangle does not count
 VALID_SHARE = 0.5  # of a token inside the scan
 NORMALISATION = "zscore_valid"
+LARGEST_BYTES = 2**31 - 2**20  # of an ONNX file, one protocol buffer, less what is no weight
 
 
 @dataclass(frozen=True)
@@ -138,3 +145,43 @@ class PortableEncoder(nn.Module):
         inside = (places - last / 2).abs() <= (last + 1) / 2 * (1 + CENTRE_TOLERANCE)
         source = (places - 0.5 - CENTRE_TOLERANCE).ceil().clamp(min=0).minimum(last)
         return ((source[:, None] == of_source) & inside[:, None]).double(), inside
+
+
+def why_no_onnx(module: nn.Module) -> str | None:
+    """The first reason why this program has no ONNX file; None if it has one."""
+    lacking = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if lacking:
+        return f"{' and '.join(lacking)} not installed (pip install onnx onnxscript)"
+    size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    if size > LARGEST_BYTES:
+        return f"one file holds {LARGEST_BYTES / 1e9:.2g} GB, the weights are {size / 1e9:.2g} GB"
+    return None
+
+
+def to_onnx(exported: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> bytes:
+    """The program as one ONNX file."""
+    with _quiet():
+        program = torch.onnx.export(
+            exported, dynamo=True, input_names=inputs, output_names=outputs, verbose=False
+        )
+    assert program is not None
+    return program.model_proto.SerializeToString()
+
+
+def can_run() -> bool:
+    """Whether onnxruntime is installed."""
+    return importlib.util.find_spec("onnxruntime") is not None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the exporter's notes on torchvision, and torch's own use of what it is about to drop."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            yield
+    finally:
+        log.setLevel(level)

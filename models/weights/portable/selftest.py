@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from models.weights.files import read_weights
-from models.weights.portable import onnx_file, standalone
-from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
+from models.weights.portable import standalone
+from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess, can_run
 from models.weights.portable.standalone import (
     AXES,
     INPUTS,
@@ -100,7 +100,7 @@ def selftest(folder: str, encode: Encode | None = None, features: np.ndarray | N
     lines = [_check_files(opened), *_check_programs(opened, eye, "torch", PROGRAM)]
     with torch.no_grad():
         lines.append(_compare(opened, "model.safetensors", opened.module(*opened.arguments)[2].numpy()))
-    if opened.contract["onnx"] == "onnx" and onnx_file.can_run():
+    if opened.contract["onnx"] == "onnx" and can_run():
         lines += _check_programs(opened, eye, "onnxruntime", ONNX)
     elif opened.contract["onnx"] == "onnx":
         lines.append(f"{ONNX}: not compared, onnxruntime is not installed")

@@ -4,7 +4,7 @@ In: a checkpoint of ours, or a head's program with its encoder. Out, in DIR:
     model.safetensors, config.json, README.md   the encoder, as `export --out` writes it
     hf/                                         the same in Hugging Face's layout, where it can hold it
     program.pt2       torch.export of program.py: volume as acquired -> tokens, validity, pooled features
-    program.onnx      the same for runtimes without torch, where the packages of onnx_file.py are installed
+    program.onnx      the same for runtimes without torch, where onnx and onnxscript are installed
     head.pt2, head.onnx   of a head of labels: features -> scores and probabilities
     head.pt2          of another head, with its encoder: a window of the grid -> what is predicted there
     oct_portable.py   standalone.py, which checks what it is given and runs the programs
@@ -29,9 +29,15 @@ import torch
 from torch import Tensor, nn
 
 from models.weights.export import export_encoder, why_not_hf
-from models.weights.portable import onnx_file, standalone
-from models.weights.portable.eye import FIRST_IS_SUPERIOR, SPACING_MM, golden_eye
-from models.weights.portable.program import NORMALISATION, PortableEncoder, Preprocess
+from models.weights.portable import standalone
+from models.weights.portable.program import (
+    NORMALISATION,
+    PortableEncoder,
+    Preprocess,
+    can_run,
+    to_onnx,
+    why_no_onnx,
+)
 from models.weights.portable.standalone import (
     GRID,
     HEAD,
@@ -68,6 +74,23 @@ OUTPUT = {
     "pooled": "float32 [2E]: mean and standard deviation over valid tokens",
 }
 OF_HEAD = {VIEW: ("outputs",), "features": ("scores", "probabilities")}
+EYE_SHAPE = (16, 128, 96)
+# 5.95 x 2.3 x 5.93 mm, and no multiple of a usual target spacing: there many sums fall on a half of a grey
+# value, and the order in which a runtime adds decides how they are rounded
+SPACING_MM = (0.3719, 0.01793, 0.0618)
+FIRST_IS_SUPERIOR = True
+# of the eye: thickness in mm and brightness, from the inner surface down
+EYE_LAYERS = (
+    (0.03, 170),
+    (0.06, 120),
+    (0.04, 150),
+    (0.04, 95),
+    (0.09, 60),
+    (0.03, 185),
+    (0.02, 225),
+    (0.25, 110),
+)
+VITREOUS, SCLERA = 14, 45
 CARD = """
 ## The program
 
@@ -144,7 +167,7 @@ def export_portable(
         torch.tensor(FIRST_IS_SUPERIOR),
     )
     any_size = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
-    no_onnx = onnx_file.why_no_onnx(module)
+    no_onnx = why_no_onnx(module)
     features, contents, lines = _programs(
         module, arguments, (any_size, None, None), (PROGRAM, ONNX), (tuple(INPUT), tuple(OUTPUT)), no_onnx
     )
@@ -248,8 +271,8 @@ def _programs(
     contents, lines = {names[0]: buffer.getvalue()}, []
     runs = {names[0]: standalone.torch_program}
     if no_onnx is None:
-        contents[names[1]] = onnx_file.to_onnx(exported, *named)
-        if onnx_file.can_run():
+        contents[names[1]] = to_onnx(exported, *named)
+        if can_run():
             runs[names[1]] = standalone.onnx_program
         else:
             lines.append(f"{names[1]}: not run, onnxruntime is not installed")
@@ -300,3 +323,35 @@ def _golden(volume: Tensor, tokens_NE: Tensor, valid_N: Tensor, pooled: Tensor) 
         "token_ids": chosen.numpy(),
         "tokens": tokens_NE[chosen].numpy(),
     }
+
+
+def golden_eye() -> np.ndarray:
+    """uint8 [D, H, W], the first B-scan superior, rows from the vitreous down: a small phantom scan that no
+    flip, swap or other scale leaves as it is. Layers are tilted along both axes, the foveal pit is off the
+    centre, disc and nerve fibres are on one side.
+    """
+    depth, height, width = EYE_SHAPE
+    v, u = np.meshgrid(
+        (np.arange(depth) + 0.5) * SPACING_MM[0] - 3.4,  # mm from the fovea, inferior
+        (np.arange(width) + 0.5) * SPACING_MM[2] - 2.6,  # mm from the fovea, nasal
+        indexing="ij",
+    )
+    pit = 0.1 * np.exp(-(u**2 + v**2) / 0.5)
+    fibres = 0.05 * np.exp(-((u - 2.2) ** 2) / 2 - (v + 1) ** 2 / 3)
+    disc = np.exp(-(((u - 3) ** 2 + (v - 0.4) ** 2) ** 2) / 0.3)
+    surface = 0.75 + 0.05 * u - 0.04 * v + 0.012 * (u**2 + v**2)
+    z = ((np.arange(height) + 0.5) * SPACING_MM[1])[None, :, None]
+    grey = np.full(EYE_SHAPE, float(VITREOUS))
+    top = surface + pit
+    for number, (thickness, brightness) in enumerate(EYE_LAYERS):
+        grey = np.where(z >= top[:, None], brightness * (1 - 0.5 * disc[:, None]), grey)
+        inner = 1 - np.clip(pit / 0.11, 0, 1) if number in (1, 2) else 1.0
+        top = top + thickness * inner + (fibres if number == 0 else 0)
+    grey = np.where(z >= top[:, None], SCLERA, grey)
+    vessels = sum(
+        np.exp(-((v - a * (u - 3) ** 2 - b) ** 2) / 0.02)
+        for a, b in ((0.12, 0.9), (-0.2, -0.7), (-0.05, 2.1))
+    )
+    grey = np.where(z > surface[:, None] + 0.06, grey * (1 - 0.6 * np.clip(vessels, 0, 1)[:, None]), grey)
+    speckle = np.random.default_rng(0).rayleigh(0.8, EYE_SHAPE)
+    return np.clip(grey * (0.55 + 0.45 * speckle), 0, 255).astype(np.uint8)

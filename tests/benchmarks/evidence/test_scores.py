@@ -15,7 +15,7 @@ from benchmarks.evidence.cohorts import FOLDS, tokens_of_another_grid
 from benchmarks.evidence.scores import baseline_features, masks_of_folds, score
 from benchmarks.truth_tokens import layer_occupancy, valid_tokens
 from data_setup.normalisation import plain_view
-from data_setup.phantom.cli import write_tree
+from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
 from finetuning.features import yardsticks

@@ -15,7 +15,7 @@ from pydicom.dataset import FileDataset
 from data_setup.index.people import people_of_paths, person_of_path, side_of_path
 from data_setup.manifest import load_labels, read_records
 from data_setup.tables.splits import seeded_split
-from pretraining.rows import open_rows
+from pretraining.run import open_rows
 from tests.data_setup.importers.reading import GRID, SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms
 from tests.support.dicom_factory import rows_down, speckle, write_opt

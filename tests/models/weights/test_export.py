@@ -1,4 +1,4 @@
-"""What is exported comes back with the same numbers, here and in Hugging Face, or is refused."""
+"""What is exported comes back with the same numbers, or is refused; inspect and the command line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from transformers import VJEPA2Model
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.vjepa3d import VJEPA3D
 from models.weights import load_encoder
-from models.weights.cli import import_weights, main
+from models.weights.__main__ import import_weights, main
 from models.weights.files import read_weights
-from models.weights.fit import fit
+from models.weights.load import fit
 from models.weights.shape import new_encoder
-from tests.models.weights.weight_files import MAE, METHODS, config, own_checkpoint, volume
+from tests.models.weights.weight_files import MAE, METHODS, config, exit_line, own_checkpoint, volume
 from tests.support.pipeline_factory import ROOT, SMOKE
 from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.cli import run_cli
 from utils.config.load import load_config
-from utils.errors import UserError
+from utils.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize("which", ["target", "context"])
@@ -178,3 +179,60 @@ def test_an_encoder_with_a_mask_token_is_not_taken_for_one_of_visible_tokens(tmp
 def test_only_ours_are_exported(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected a checkpoint of ours to export, found research"):
         main(["export", "--checkpoint", str(tiny), "--out", str(tmp_path / "out")])
+
+
+# ---- inspect lists every key; an error is one line and exit code 2
+
+
+def test_inspect_lists_every_key(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["inspect", str(tiny)]) == 0
+    text = capsys.readouterr().out
+    assert "layout      research, recipe vjepa2" in text
+    assert "3 blocks of width 128 with 2 heads, MLP ratio 4" in text
+    assert "patch       [2, 8, 8], 3 channels, rotary positions, rotary form tiled" in text
+    assert "left out: encoder.module.backbone.pos_embed (legacy position table" in text
+    for role in ("encoder", "target_encoder", "predictor"):
+        for name, tensor in read_weights(str(tiny)).role(role).items():
+            assert f"  {name} {list(tensor.shape)}" in text
+    assert "heads assumed: encoder 2 (64 wide), predictor 2" in text
+    assert main(["inspect", str(tiny), "--heads", "4", "--predictor-heads", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "3 blocks of width 128 with 4 heads" in text
+    assert "2 blocks of width 64 with 8 heads" in text
+    assert "heads assumed" not in text
+    assert "heads: expected at least 1, found 0" in exit_line(["inspect", str(tiny), "--heads", "0"], capsys)
+    assert main(["inspect", str(own_checkpoint(tmp_path, config()))]) == 0
+    assert "saw         2 participants" in capsys.readouterr().out
+
+
+def test_an_error_is_one_line_and_exit_code_2(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    command = ["import", str(tiny), "--config", str(SMOKE), "model.size=s"]
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main([*command, "--out", str(tmp_path / "x.pt"), "model.rope=tiled"]))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "model.size s: expected" in error
+    assert not (tmp_path / "x.pt").exists()
+    for damage, message in [("model.sise=s", "model.sise: unknown key"), ("model.rope=round", "model.rope")]:
+        with pytest.raises(ConfigError, match=message):
+            main([*command, "--out", str(tmp_path / "x.pt"), damage])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--portable", "x"], "--checkpoint: expected a checkpoint, or a head by --head, found neither"),
+        (["--head", "h", "--out", "x"], "--head: expected it with --portable and --which target"),
+        (["--head", "h", "--portable", "x", "--which", "context"], "--head: expected it with --portable"),
+    ],
+)
+def test_words_of_export_that_do_not_go_together(
+    words: list[str], message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["export", *words])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

@@ -18,7 +18,7 @@ from torch import Tensor
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from finetuning.features.pooled import pretrained_encoder
 from models.vjepa3d import VJEPA3D
-from models.weights.cli import main
+from models.weights.__main__ import main
 from models.weights.files import read_weights
 from models.weights.image import GREY
 from models.weights.load import load_encoder, start_from

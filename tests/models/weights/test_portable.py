@@ -22,17 +22,16 @@ from torch import Tensor
 from data_setup.normalisation import plain_view
 from data_setup.resample import BLENDED, NEAREST, resample_frames
 from data_setup.store.writer import measure
-from data_setup.transforms import identity_matrix
-from data_setup.valid_field import token_valid
+from data_setup.transforms import identity_matrix, token_valid
 from models.probes.features import pool_tokens
 from models.vjepa3d import build_encoder
 from models.weights import load_encoder
-from models.weights.cli import main
-from models.weights.portable import load_portable, onnx_file, selftest
-from models.weights.portable.eye import SHAPE, SPACING_MM, golden_eye
+from models.weights.__main__ import main
+from models.weights.portable import load_portable, program, selftest
 from models.weights.portable.program import PortableEncoder, Preprocess
 from models.weights.portable.selftest import SelfTestError
 from models.weights.portable.standalone import InputError, Portable
+from models.weights.portable.write import EYE_SHAPE, SPACING_MM, golden_eye
 from tests.models.weights.weight_files import config, own_checkpoint
 from utils.errors import UserError
 
@@ -240,14 +239,15 @@ def test_without_the_packages_there_is_no_onnx_file(
     assert f"No `program.onnx`: {reason}." in (tmp_path / "out" / "README.md").read_text()
     assert 'load_portable(FOLDER, "onnxruntime")' in (folder / "README.md").read_text()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert not onnx_file.can_run()
+    assert not program.can_run()
     assert "program.onnx: not compared, onnxruntime is not installed" in selftest(str(folder))
 
 
-def test_an_onnx_file_holds_two_gigabytes_at_most() -> None:
-    reason = onnx_file.why_no_onnx(torch.nn.Linear(500, 500), largest_bytes=1_000_000)
+def test_an_onnx_file_holds_two_gigabytes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "LARGEST_BYTES", 1_000_000)
+    reason = program.why_no_onnx(torch.nn.Linear(500, 500))
     assert reason == "one file holds 0.001 GB, the weights are 0.001 GB"
-    assert onnx_file.why_no_onnx(torch.nn.Linear(500, 400), largest_bytes=1_000_000) is None
+    assert program.why_no_onnx(torch.nn.Linear(500, 400)) is None
 
 
 Change = Callable[[np.ndarray, Triple], tuple[np.ndarray, Triple]]
@@ -303,7 +303,7 @@ def test_features_of_a_file(folder: Path, portable: Portable, tmp_path: Path) ->
     """Pooled, their mean alone, or tokens; the command names the fault of another program."""
     with np.load(folder / "golden.npz") as golden:
         volume, spacing = golden["volume"], tuple(golden["spacing_mm"])
-    assert (volume.shape, spacing) == (SHAPE, SPACING_MM)
+    assert (volume.shape, spacing) == (EYE_SHAPE, SPACING_MM)
     assert np.array_equal(volume, golden_eye())
     whole = portable(volume, spacing, True)
     path = str(tmp_path / "features.npy")
@@ -398,7 +398,7 @@ def runtimes(folder: Path, portable: Portable) -> list[Portable]:
             True,
             "grey values: expected uint8 of 0 to 255, found float64 of 0.0",
         ),
-        (np.full(SHAPE, np.nan), SPACING_MM, True, "grey values: expected uint8.*, found float64 of nan"),
+        (np.full(EYE_SHAPE, np.nan), SPACING_MM, True, "grey values: expected uint8.*, found float64 of nan"),
         (golden_eye() // 255, SPACING_MM, True, "grey values: expected uint8 .*, found uint8 of 0 to 1"),
         (
             golden_eye(),

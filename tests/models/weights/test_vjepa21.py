@@ -12,12 +12,11 @@ from torch import Tensor
 from models.vit3d import SIZES
 from models.vjepa3d import VJEPA3D
 from models.weights import load_encoder
-from models.weights.cli import main
+from models.weights.__main__ import main
 from models.weights.files import read_weights
-from models.weights.fit import GRAY_MEAN, GRAY_STD, IMAGENET_MEAN, IMAGENET_STD
-from models.weights.load import start_from
+from models.weights.layouts import encoder_of, is_vjepa21, predictor_left_out
+from models.weights.load import GRAY_MEAN, GRAY_STD, IMAGENET_MEAN, IMAGENET_STD, start_from
 from models.weights.shape import encoder_size, new_encoder, require_same
-from models.weights.vjepa21 import encoder_of, is_vjepa21, predictor_left_out
 from pretraining.train import main as train
 from tests.models.weights.weight_files import config, volume
 from tests.support.pipeline_factory import SMOKE, pipeline_overrides

@@ -15,7 +15,7 @@ from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.predictor import Predictor3D
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import VJEPA3D
-from models.weights.cli import main
+from models.weights.__main__ import main
 from models.weights.files import read_weights
 from models.weights.shape import ROLES, new_encoder, new_predictor
 from tests.support.pipeline_factory import SMOKE

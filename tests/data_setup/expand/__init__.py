@@ -1,1 +1,0 @@
-"""Tests of data_setup/expand.py."""

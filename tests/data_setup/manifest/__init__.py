@@ -1,1 +1,0 @@
-"""Tests of data_setup/manifest.py, splits.py and the audit of check/."""

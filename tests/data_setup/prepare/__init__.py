@@ -1,1 +1,0 @@
-"""Tests of data_setup/prepare.py and jobs.py."""

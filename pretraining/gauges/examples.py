@@ -18,8 +18,15 @@ from data_setup.loader import Batch, validation_batches
 from data_setup.normalisation import view
 from pretraining.run import Run
 from pretraining.step import predict
-from utils.dashboards.pictures import Forecast, prediction_map, two_views
-from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
+from utils.report.pictures import (
+    Forecast,
+    Snapshot,
+    bscan_with_masks,
+    feature_pca,
+    prediction_map,
+    save_snapshot,
+    two_views,
+)
 from utils.run.log import NoLog, RunLog
 from utils.runtime.single import StopRequested
 

@@ -147,6 +147,6 @@ def test_an_open_file_that_fails_says_so_in_one_line(
         pytest.raises(storage.StorageError, match=problem),
     ):
         file.read(10)
-    assert {r.name for r in caplog.records} == {"utils.storage.retry"}
+    assert {r.name for r in caplog.records} == {"utils.storage.errors"}
     assert not any(r.exc_info for r in caplog.records)
     assert len(server.asked) == 4

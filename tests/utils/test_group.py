@@ -15,8 +15,7 @@ from data_setup.loader import LoaderError, next_or_stop
 from tests.support.process_factory import run_two
 from tests.support.two_processes import CASES, losses_and_weights, settled_batch
 from utils.errors import EXIT_TRY_AGAIN, UserError
-from utils.runtime.messages import decode
-from utils.runtime.processes import ALONE, Group, join
+from utils.runtime.processes import ALONE, Group, decode, join
 from utils.runtime.single import Runtime
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.model_factory import small_config
 from utils.errors import UserError
-from utils.run.history import bring_back, refuse_lost_checkpoints
+from utils.run.folder import bring_back, refuse_lost_checkpoints
 
 
 def test_half_a_line_and_one_of_zeros_are_left_out(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from tests.support.model_factory import small_config
 from tests.support.wandb_reader import history, run_ids
-from utils.dashboards.weights_and_biases import has_api_key, start_wandb
+from utils.dashboards import has_api_key, start_wandb
 from utils.errors import UserError
 from utils.log import LineFile, log_failure, log_to_file, setup_logging
 from utils.run.log import RunLog

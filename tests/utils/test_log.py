@@ -18,6 +18,7 @@ from tests.support.wandb_reader import history, run_ids
 from utils.dashboards import has_api_key, start_wandb
 from utils.errors import UserError
 from utils.log import LineFile, log_failure, log_to_file, setup_logging
+from utils.run.folder import bring_back, refuse_lost_checkpoints
 from utils.run.log import RunLog
 
 
@@ -237,3 +238,14 @@ def test_why_a_run_ended_is_in_its_log_and_not_twice_on_the_console(
     stderr = capsys.readouterr().err
     assert "rank 3: a broken disk" in stderr
     assert "first process" not in stderr
+
+
+def test_half_a_line_and_one_of_zeros_are_left_out(tmp_path: Path) -> None:
+    cfg = small_config("vjepa2", f"run.dir={tmp_path}", f"train.ckpt_dir={tmp_path / 'checkpoints'}")
+    lines = '{"step": 1}\n', "\0\0\0\0\n", '{"step": 2}\n', '{"st\n', '{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(UserError, match=r"expected checkpoints of this run, which is at step 3, found none"):
+        refuse_lost_checkpoints(cfg)
+    (tmp_path / "checkpoints" / "history").mkdir(parents=True)
+    bring_back(cfg, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]

@@ -1,4 +1,4 @@
-"""The page of a report: several runs, the slice viewer's data, and all of it in a browser."""
+"""The page of a report: several runs, the slice viewer's data, all of it in a browser; tables elsewhere."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.tables import data_tables, evaluation_table, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
-
-PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"
+from utils.tables import Table, bracketed, estimate, interval, markdown, number, page, terminal, two_cells
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +31,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (second / "config.yaml").write_text("seed: 0\noptim:\n  base_lr: 0.003\n  clip: 1.0\nonly: here\n")
     (second / "provenance.json").write_text(json.dumps({"commit": "def"}))
     prepared = json.loads((second / "prepare_report.json").read_text())
-    prepared |= {"synthetic": False, "rejected_files": {"missing_file": [PATIENT]}}
+    prepared |= {"synthetic": False}
     (second / "prepare_report.json").write_text(json.dumps(prepared))
     picture = layers_picture()
     save_layers(str(second / "layers" / "row_000003.npz"), picture)
@@ -88,19 +87,6 @@ def test_what_one_run_took_from_participants_is_written_on_top(runs: list[Path])
     assert text.index("Participants' scans.") < text.index("<h1>")
     main([str(runs[0])])
     assert "Participants' scans." not in own_part(runs[0] / "report.html")
-
-
-def test_rejected_files_are_named_by_digest_beside_their_reason(
-    runs: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([str(runs[1])])
-    text = own_part(runs[1] / "report.html")
-    row = text[text.index("<td>missing_file</td>") :].partition("</tr>")[0]
-    assert "SMITH" not in text
-    digest = row.partition("file ")[2][:12]
-    capsys.readouterr()
-    main([str(runs[1]), "--file", digest])
-    assert capsys.readouterr().out.strip() == PATIENT
 
 
 def test_tables_of_the_evaluation(runs: list[Path]) -> None:
@@ -196,3 +182,27 @@ def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None
 def test_a_metric_of_another_version_is_called_by_its_name() -> None:
     text = json.dumps(evaluation_json(0.02, 0.1)).replace("balanced_accuracy", "c_index")
     assert evaluation_table(json.loads(text)).header[1] == "c_index"
+
+
+SEEN = {"value": 0.5, "ci95": [0.4, 0.6123]}
+NOTHING = {"value": None, "ci95": None}
+
+
+def test_cells_say_what_does_not_exist() -> None:
+    assert (number(2.0), number(7, "d"), number(None)) == ("2.000", "7", "-")
+    assert (interval([-1, 1], "+.1f"), interval(None)) == ("-1.0 to +1.0", "-")
+    assert [estimate(entry) for entry in (SEEN, NOTHING, None)] == ["0.500 (0.400 to 0.612)", "-", "-"]
+    assert estimate(SEEN | {"ci95": None}) == "0.500"
+    assert (two_cells(SEEN, ".1f"), two_cells(NOTHING)) == (["0.5", "0.4 to 0.6"], ["-", "-"])
+    assert bracketed(0.1, [0, 0.25], "+.2f") == "+0.10 [+0.00, +0.25]"
+
+
+def test_one_table_in_markdown_and_on_a_terminal() -> None:
+    table = Table("Rows", ["row", "score"], [["a|b", "0.5"], ["c", "12.25"]], "A note.")
+    assert markdown(table).splitlines() == [
+        "## Rows", "", "A note.", "", "| row | score |", "| --- | ---: |", "| a\\|b | 0.5 |", "| c | 12.25 |",
+    ]  # fmt: skip
+    assert terminal(table).splitlines() == ["Rows", "row  score", "a|b    0.5", "c    12.25", "A note."]
+    text = page("Title", ["Verdict."], ["one", "two"], [table])
+    assert text.startswith("# Title\n\nVerdict.\n\n- one\n- two\n\n## Rows\n")
+    assert "## " not in page("Title", [], [], [Table("", ["a"], [])])

@@ -63,66 +63,56 @@ def training(skill: np.ndarray, rank: np.ndarray | float = 90.0, loss: np.ndarra
 RISING, LEVEL = np.linspace(-0.1, 0.4, 12), np.full(12, -0.03)
 
 
-def test_a_healthy_run() -> None:
-    verdict = judge(training(RISING, rank=np.linspace(60, 110, 12)))
-    assert verdict.word == HEALTHY
-    assert "val/skill_position rises and ends at 0.4" in verdict.text
-    assert "val/rankme went from 60 to 110." in verdict.reasons
-    assert judge(training(np.full(12, 0.3))).word == HEALTHY  # it has learned, and levelled off
-
-
-def test_a_collapsing_run_whatever_its_skill_and_loss_do() -> None:
-    verdict = judge(training(RISING, rank=np.geomspace(100, 3, 12), loss=np.linspace(0.8, 0.1, 12)))
-    assert verdict.word == COLLAPSING
-    assert any(reason.startswith("Alarms began at step") for reason in verdict.reasons)
-
-
-def test_a_collapse_that_is_over_is_told_and_no_more() -> None:
-    rank = np.array([100, 100, 5, 5, 5, 5, 90, 90, 90, 90, 90, 90.0])
-    verdict = judge(training(RISING, rank=rank))
-    assert verdict.word == HEALTHY
-    assert "none holds at the end" in verdict.text
-
-
-def test_a_stalled_run() -> None:
-    verdict = judge(training(LEVEL, loss=np.linspace(0.8, 0.3, 12)))  # a falling loss is no learning
-    assert verdict.word == STALLED
-    assert "not above 0" in verdict.text
-    assert judge(training(-RISING)).word == STALLED
-
-
-def test_weights_that_stand_still_are_a_stall() -> None:
+def with_last(count: int, **values: float | list[float]) -> History:
+    """A run that rises, of which the last lines have these values; of a list each line its own."""
     history = training(RISING)
-    history[-1]["train/update_ratio"] = 1e-12
-    assert judge(history).word == STALLED
-    history = training(RISING)
-    for number, line in enumerate(history[-4:]):
-        line["train/bad_steps"] = number
+    for number, line in enumerate(history[-count:]):
+        line |= {key: value[number] if isinstance(value, list) else value for key, value in values.items()}
+    return history
+
+
+OVER = np.array([100, 100, 5, 5, 5, 5, 90, 90, 90, 90, 90, 90.0])
+SCORES = [0.25, 0.3, 0.4, 0.45, 0.5, 0.5]
+HISTORIES = {
+    "rises": (
+        training(RISING, rank=np.linspace(60, 110, 12)),
+        HEALTHY, "val/skill_position rises and ends at 0.4", "val/rankme went from 60 to 110.",
+    ),
+    "learned, and levelled off": (training(np.full(12, 0.3)), HEALTHY),
+    "collapsing, whatever its skill and loss do": (
+        training(RISING, rank=np.geomspace(100, 3, 12), loss=np.linspace(0.8, 0.1, 12)),
+        COLLAPSING, "Alarms began at step",
+    ),
+    "a collapse that is over": (training(RISING, rank=OVER), HEALTHY, "none holds at the end"),
+    "a falling loss is no learning": (
+        training(LEVEL, loss=np.linspace(0.8, 0.3, 12)), STALLED, "not above 0",
+    ),
+    "falls": (training(-RISING), STALLED),
+    "weights that stand still": (with_last(1, **{"train/update_ratio": 1e-12}), STALLED),
+    "updates that are skipped": (
+        with_last(4, **{"train/bad_steps": [0, 1, 2, 3]}), STALLED, "3 were not finite",
+    ),
+    "a leak, with a good skill": (with_last(1, **{"val/leak": 0.2}), LEAKING),
+    "a loss that is no number at the end": (
+        with_last(3, **{"train/loss": math.nan}), DIVERGED, "from step 100 on",
+    ),
+    "a skipped update that is over": (
+        with_last(3, **{"train/loss": [math.nan, math.nan, 0.4]}), HEALTHY,
+    ),
+    "few lines": (training(RISING)[:2], EARLY),
+    "no line": ([], EARLY),
+    "rises, below 0": (training(np.linspace(-0.9, -0.2, 12)), EARLY),
+    "a fine-tuning's score rises": ([{"val/balanced_accuracy": score} for score in SCORES], HEALTHY),
+    "a fine-tuning's score is level": ([{"val/balanced_accuracy": 0.25} for _ in SCORES], STALLED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_run_is_called(name: str) -> None:
+    history, word, *texts = HISTORIES[name]
     verdict = judge(history)
-    assert verdict.word == STALLED
-    assert "3 were not finite" in verdict.text
-
-
-def test_a_leak_is_worse_than_a_good_skill() -> None:
-    history = training(RISING)
-    history[-1]["val/leak"] = 0.2
-    assert judge(history).word == LEAKING
-
-
-def test_a_loss_that_is_no_number_at_the_end() -> None:
-    history = training(RISING)
-    for line in history[-3:]:
-        line["train/loss"] = math.nan
-    verdict = judge(history)
-    assert verdict.word == DIVERGED
-    assert "from step 100 on" in verdict.text
-    history[-1]["train/loss"] = 0.4  # a skipped update is over
-    assert judge(history).word == HEALTHY
-
-
-@pytest.mark.parametrize("history", [training(RISING)[:2], [], training(np.linspace(-0.9, -0.2, 12))])
-def test_too_early_to_say(history: History) -> None:
-    assert judge(history).word == EARLY
+    assert verdict.word == word
+    assert all(text in verdict.text for text in texts), verdict.text
 
 
 def test_a_validation_without_skill_is_not_too_early_for_ever() -> None:
@@ -144,9 +134,3 @@ def test_skill_of_training_is_no_verdict_where_validation_has_few_points() -> No
     verdict = judge(history)
     assert verdict.word == EARLY
     assert "2 of the 4 values" in verdict.text
-
-
-def test_a_fine_tuning_is_judged_by_its_score() -> None:
-    scores = [0.25, 0.3, 0.4, 0.45, 0.5, 0.5]
-    assert judge([{"val/balanced_accuracy": score} for score in scores]).word == HEALTHY
-    assert judge([{"val/balanced_accuracy": 0.25} for _ in scores]).word == STALLED

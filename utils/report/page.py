@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from plotly.offline import get_plotlyjs
 
 from utils.report import pictures
 from utils.report.charts import charts_of
-from utils.report.health import Health, health
+from utils.report.health import health
 from utils.report.overview import figures_of
-from utils.report.run_files import NO_EVALUATION, Run, findings, step_shares
+from utils.report.run_files import Run, findings, step_shares
 from utils.report.tables import (
     cell,
     data_tables,
@@ -41,26 +40,6 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefine
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-@dataclass(frozen=True)
-class Part:
-    """What the page says of one run."""
-
-    run: Run
-    name: str
-    number: int
-    health: Health
-    pictures: Sequence[str]  # of utils.report.overview
-    findings: Sequence[str]
-    verdict: str  # of the evaluation
-    truth: Sequence[Table]  # of a phantom
-    evaluated: Sequence[Table]  # an evaluation, leaderboard, layers
-    step: Table  # without rows where no times were logged
-    data: Sequence[Table]
-    check: str  # the verdict on the tree; empty where it was not checked
-    seconds: Table
-    versions: Table
-
-
 def render(runs: Sequence[Run]) -> str:
     """The page as HTML text."""
     names = names_of(runs)
@@ -71,7 +50,7 @@ def render(runs: Sequence[Run]) -> str:
         policy=POLICY,
         is_synthetic=all(run.is_synthetic for run in runs),
         is_one_store=all(run.prepared == runs[0].prepared for run in runs),
-        numbers=numbers_table(runs, names, [part.health for part in parts]),
+        numbers=numbers_table(runs, names, [part["health"] for part in parts]),
         differences=differences(runs, names) if len(runs) > 1 else None,
         colours={"context": to_hex(pictures.CONTEXT_RGB), "target": to_hex(pictures.TARGET_RGB)},
         data=script_data(content_of(runs, names)),
@@ -98,24 +77,25 @@ def content_of(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
     return {"runs": list(names), "charts": charts_of(runs), "volumes": volumes}
 
 
-def part_of(run: Run, name: str, number: int) -> Part:
-    """The texts and tables of one run."""
-    return Part(
-        run=run,
-        name=name,
-        number=number,
-        health=health(run.series, run.alarms, run.not_finite),
-        pictures=[pictures.png_data(figure, 100) for figure in figures_of(run)],
-        findings=findings(run),
-        verdict=_verdict(run),
-        truth=truth_tables(run.truth) if run.truth else [],
-        evaluated=_evaluated(run),
-        step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
-        data=data_tables(run.prepared),
-        check=check_sentence(run.checked) if run.checked else "",
-        seconds=Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
-        versions=Table("versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True),
-    )
+def part_of(run: Run, name: str, number: int) -> dict[str, Any]:
+    """What the page says of one run: its texts and tables."""
+    return {
+        "run": run,
+        "name": name,
+        "number": number,
+        "health": health(run.series, run.alarms, run.not_finite),
+        "pictures": [pictures.png_data(figure, 100) for figure in figures_of(run)],
+        "findings": findings(run),
+        "truth": truth_tables(run.truth) if run.truth else [],
+        "evaluated": _evaluated(run),
+        "step": Table("a training step", ["part", "share of the time, median"], step_shares(run)),
+        "data": data_tables(run.prepared),
+        "check": check_sentence(run.checked) if run.checked else "",
+        "seconds": Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
+        "versions": Table(
+            "versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True
+        ),
+    }
 
 
 def check_sentence(report: Mapping[str, Any]) -> str:
@@ -151,19 +131,11 @@ def _shown(paths: list[Path]) -> list[Path]:
 
     File names sort by step, then row: step_{step}_row_{row}.npz.
     """
-    last = [p for p in paths if _step_part(p) == _step_part(paths[-1])]
+    last = [p for p in paths if p.stem.partition("_row_")[0] == paths[-1].stem.partition("_row_")[0]]
     return last + [p for p in paths[:1] if p not in last]
-
-
-def _step_part(path: Path) -> str:
-    return path.stem.partition("_row_")[0]
 
 
 @cache
 def asset(name: str) -> Markup:
     """A file of assets/, to stand in a page as it is."""
     return Markup((HERE / "assets" / name).read_text(encoding="utf-8"))
-
-
-def _verdict(run: Run) -> str:
-    return (run.evaluation or {"verdict": NO_EVALUATION})["verdict"]

@@ -39,7 +39,7 @@ from tests.support.cloud_proxy import (
     Proxy,
     fault_proxy,
 )
-from tests.support.cloud_servers import BUCKET, gcs_server, s3_server
+from tests.support.cloud_servers import BUCKET, gcs_server, log_in, s3_server
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.utils.test_checkpoint import peak_of_saving, steps_of_bests
 from tests.utils.test_storage import check_operations
@@ -60,14 +60,7 @@ HASTY = replace(QUICK, attempts=2, read_timeout_s=0.5)
 def environment() -> Iterator[None]:
     """Credentials that the servers do not ask for, and none of this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("AWS_", "GOOGLE_", "STORAGE_EMULATOR", "BOTO")):
-                patch.delenv(name)
-        patch.setenv("AWS_ACCESS_KEY_ID", f"AKIA{PLANTED}")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", PLANTED)
-        patch.setenv("AWS_SESSION_TOKEN", PLANTED)
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        log_in(patch, PLANTED)
         yield
 
 

@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate
 from pretraining import train as loop
 from pretraining.gauges.monitor import FrozenTargetError, LeakError
+from tests.support.cloud_servers import log_in
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.process_factory import environment
@@ -26,7 +26,7 @@ from utils.cli import run_cli
 from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError, TransientError, UserError
 from utils.log import log_to_file, setup_logging
 from utils.runtime.processes import LostPeer
-from utils.storage import StorageAwayError, StorageError, StorageNotFoundError, clients
+from utils.storage import StorageAwayError, StorageError, StorageNotFoundError
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: refused
 SHELL = {126, 127, *range(128, 166), 255}  # of a shell: not executable, not found, signals, out of range
@@ -192,10 +192,7 @@ def raise_exit(code: int) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "POLICY", replace(clients.POLICY, attempts=2, first_wait_s=0.01))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    log_in(monkeypatch, attempts=2, first_wait_s=0.01)
 
 
 @pytest.mark.parametrize("command", ["prepare", "check", "expand", "train", "evaluate"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import wandb
 from matplotlib.figure import Figure
 
 from tests.support.model_factory import small_config
+from tests.support.process_factory import free_port
 from tests.support.wandb_reader import history, run_ids
 from utils.dashboards import has_api_key, start_wandb
 from utils.errors import UserError
@@ -58,9 +58,7 @@ def test_online_with_the_server_away_logs_offline_and_says_so_once(
     no_key: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The real client against a port of loopback where nothing listens; one run, under the id of the run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{probe.getsockname()[1]}")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     wandb.teardown()  # its settings are read once

@@ -71,7 +71,10 @@ class TensorBoardWriter:
     takes_images = True
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
-        require_tensorboard()
+        if find_spec("tensorboard") is None:
+            raise UserError(
+                "log.tensorboard: expected the package tensorboard, found none; pip install tensorboard"
+            )
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: SummaryWriter | None = SummaryWriter(
@@ -107,14 +110,6 @@ class TensorBoardWriter:
         except OSError as error:
             self._writer = None
             log.warning("TensorBoard files are not written any more, training goes on: %s", error)
-
-
-def require_tensorboard() -> None:
-    """Raise UserError where the package is missing."""
-    if find_spec("tensorboard") is None:
-        raise UserError(
-            "log.tensorboard: expected the package tensorboard, found none; pip install tensorboard"
-        )
 
 
 class WandbWriter:
@@ -201,12 +196,6 @@ def has_api_key(base_url: str) -> bool:
     return entry is not None
 
 
-def shown_config(cfg: Config) -> dict[str, Any]:
-    """The flat configuration, `section.key` -> value, and under `units` the unit of each key that has one."""
-    units = {name: key.unit for name, key in keys().items() if key.unit and "[]" not in name}
-    return {**dict(flatten(cfg)), "units": units}
-
-
 def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     """The run of Weights & Biases, offline where there is no key or no server; None with mode disabled."""
     if cfg.wandb.mode == "disabled":
@@ -218,6 +207,7 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         text = "wandb.mode: online was asked for, but no API key was found; %s until the next start; %s"
         log.warning(text, "logging offline", LOG_IN)
         mode = "offline"
+    units = {name: key.unit for name, key in keys().items() if key.unit and "[]" not in name}
     begin = partial(
         wandb.init,
         project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
@@ -229,11 +219,12 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         id=_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),
-        config=shown_config(cfg),
+        # flat, and the unit of each key that has one
+        config={**dict(flatten(cfg)), "units": units},
         settings=wandb.Settings(
             console="off",
             silent=True,
-            init_timeout=_init_timeout_s(),
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S)),
             finish_timeout=FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
         ),
@@ -256,8 +247,3 @@ def _run_id(run_dir: Path) -> str:
     if not id_file.exists():
         id_file.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
     return id_file.read_text().strip()
-
-
-def _init_timeout_s() -> float:
-    """How long a start waits for Weights & Biases."""
-    return float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tpu_fit import env
 from tests.support.task_configs import below
 from tests.test_readme import ROOMS, configured_commands, missing_modules
 from tests.test_structure import COMMANDS
@@ -171,14 +170,3 @@ def test_a_key_has_its_meaning_type_and_default() -> None:
     words = " ".join(" ".join(lines).split())
     assert words == "train.ckpt_dir null: no checkpoints [text or null; ${run.dir}/checkpoints]"
     assert key_lines(()) == ""
-
-
-def test_help_of_the_environments_builds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(env, "ROOT", tmp_path)
-    with pytest.raises(SystemExit) as end:
-        env.main(["--help"])
-    assert end.value.code == 0
-    assert "9 GB" in capsys.readouterr().out
-    assert not any(tmp_path.iterdir())

@@ -23,9 +23,8 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_bounds(cfg)
         _check_sections(cfg)
         _check_names(cfg.task)
-        _check_method(cfg.method)
+        _check_method(cfg.method, recipe_of(cfg.method))
         _check_masks(cfg.method, recipe_of(cfg.method))
-        _check_neighbours(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_decoders(cfg)
     except ConfigError as error:
@@ -108,7 +107,8 @@ def check_recipe(method: MethodConfig, where: str) -> None:
     _require(known, f"{where}: method.recipe", f"one of {', '.join(RECIPES)}", f"{method.recipe}{hint}")
 
 
-def _check_method(method: MethodConfig) -> None:
+def _check_method(method: MethodConfig, recipe: Recipe) -> None:
+    """What is trained on: penalty, control, and the loss of neighbours, which is of visible tokens."""
     _require(
         (method.regulariser_weight > 0) == (method.regulariser != "none"),
         "method.regulariser_weight",
@@ -121,7 +121,13 @@ def _check_method(method: MethodConfig) -> None:
         "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",
         method.regulariser,
     )
-    has_both = recipe_of(method).target == "features" and method.neighbour_weight > 0
+    _require(
+        method.neighbour_weight == 0 or recipe.hidden != "targets",
+        "method.neighbour_weight",
+        "0 where the context is all but the targets",
+        f"{method.neighbour_weight} with {method.recipe}",
+    )
+    has_both = recipe.target == "features" and method.neighbour_weight > 0
     _require(
         method.control != "mismatched_latents" or has_both,
         "method.control",
@@ -159,16 +165,6 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
         _require(family.scale <= room, f"{key}.scale", text, family.scale)
 
 
-def _check_neighbours(method: MethodConfig, recipe: Recipe) -> None:
-    """The loss of neighbours is of visible tokens."""
-    _require(
-        method.neighbour_weight == 0 or recipe.hidden != "targets",
-        "method.neighbour_weight",
-        "0 where the context is all but the targets",
-        f"{method.neighbour_weight} with {method.recipe}",
-    )
-
-
 def _check_head(cfg: Config) -> None:
     """The grid of a head on frozen features."""
     rates, decays = cfg.head.learning_rates, cfg.head.weight_decays
@@ -198,16 +194,9 @@ def _check_decoders(cfg: Config) -> None:
     _require(
         head.voxels == needed, "head.voxels", f"{needed} with head.kind {head.kind}".lower(), head.voxels
     )
-    _check_trained_with_decoder(cfg, kind)
-
-
-def _check_trained_with_decoder(cfg: Config, kind: str) -> None:
-    """An encoder that moves with its decoder is trained on whole volumes."""
-    if cfg.finetune.encoder == "frozen":
-        return
     planes, size = cfg.grid[0], cfg.train.global_batch_size
-    _require(
-        size % planes == 0,
+    _require(  # an encoder that moves with its decoder is trained on whole volumes
+        finetune.encoder == "frozen" or size % planes == 0,
         "train.global_batch_size",
         f"a multiple of {planes}, the planes of a volume, {kind} and finetune.encoder=trained",
         size,

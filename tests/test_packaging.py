@@ -142,6 +142,8 @@ def test_the_citation_has_what_is_cited() -> None:
     assert f"arXiv:{arxiv}" in (ROOT / "README.md").read_text()
 
 
+# --- the sbatch file ---
+
 FILE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "train.sbatch"
 STAND_INS = {
     "srun": 'SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS=4 "$@"',

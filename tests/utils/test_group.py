@@ -154,6 +154,8 @@ def test_what_is_no_message_is_one_line(data: bytes) -> None:
         decode(data, "rank 1")
 
 
+# --- hosts ---
+
 DEVICES_PER_HOST = 4
 
 

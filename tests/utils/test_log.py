@@ -238,6 +238,9 @@ def test_why_a_run_ended_is_in_its_log_and_not_twice_on_the_console(
     assert "first process" not in stderr
 
 
+# --- after a power cut ---
+
+
 def test_half_a_line_and_one_of_zeros_are_left_out(tmp_path: Path) -> None:
     cfg = small_config("vjepa2", f"run.dir={tmp_path}", f"train.ckpt_dir={tmp_path / 'checkpoints'}")
     lines = '{"step": 1}\n', "\0\0\0\0\n", '{"step": 2}\n', '{"st\n', '{"step": 3}\n'

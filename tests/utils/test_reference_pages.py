@@ -178,6 +178,8 @@ def test_a_key_has_its_meaning_type_and_default() -> None:
     assert key_lines(()) == ""
 
 
+# --- docs/reference ---
+
 PRODUCT = ("utils", "models", "data_setup", "pretraining", "finetuning")
 TROUBLES = (ROOT / "docs" / "reference" / "troubleshooting.md").read_text()
 # Errors that no person sees: each is caught, and becomes one of the others or a row's status.

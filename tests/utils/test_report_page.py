@@ -18,7 +18,6 @@ from pretraining.gauges.alarms import Alarms
 from pretraining.gauges.skill import MIN_HALF
 from pretraining.gauges.volumes import quarters
 from tests.support.report_factory import evaluation_json, own_part, write_run
-from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
 from utils.report.health import (
     COLLAPSING,
@@ -32,11 +31,14 @@ from utils.report.health import (
     Health,
     health,
 )
+from utils.report.page import MAX_POINTS, charts_of
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.tables import data_tables, evaluation_table, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
 from utils.tables import Table, bracketed, estimate, interval, markdown, number, page, terminal, two_cells
+
+# --- the verdict on a run ---
 
 History = list[dict[str, float | None]]
 
@@ -311,6 +313,8 @@ def test_a_metric_of_another_version_is_called_by_its_name() -> None:
     text = json.dumps(evaluation_json(0.02, 0.1)).replace("balanced_accuracy", "c_index")
     assert evaluation_table(json.loads(text)).header[1] == "c_index"
 
+
+# --- tables elsewhere ---
 
 SEEN = {"value": 0.5, "ci95": [0.4, 0.6123]}
 NOTHING = {"value": None, "ci95": None}

@@ -118,6 +118,8 @@ def test_a_second_ctrl_c_leaves_at_once(
         signal.signal(signal.SIGTERM, before)
 
 
+# --- what hangs ---
+
 LIMIT_S = 1.0
 HANGS = """
 import ctypes, logging, sys, threading, time

@@ -230,6 +230,8 @@ def test_the_commands_of_a_page_succeed(page: str, place: Callable[[Page], None]
     assert run_page(page, how, commands) == []
 
 
+# --- the notebook ---
+
 NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
 PLACE = 'WORK = ROOT / "runs" / "quickstart"'
 

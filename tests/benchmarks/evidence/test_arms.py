@@ -214,6 +214,9 @@ def test_parity_is_what_a_file_that_says_nothing_has(tmp_path: Path) -> None:
     assert parity.mask_blocks
 
 
+# --- the queue of runs ---
+
+
 @dataclass(frozen=True)
 class Fake(Job):
     """A job of two small programs."""

@@ -208,6 +208,9 @@ def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
     assert all(not (t & (truth.fold == f)).any() for t, f in zip(seen[:FOLDS], range(FOLDS), strict=True))
 
 
+# --- label curves ---
+
+
 def test_labelled_people_are_of_the_training_folds_and_of_every_class() -> None:
     truth = small_truth()
     assert counts_of(truth) == [3, 10, 24]

@@ -115,6 +115,8 @@ def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) ->
     ]
 
 
+# --- setup ---
+
 # Stand for programs of a worker's image: uv, and what brings uv where it is missing. Their calls are noted.
 IMAGE = {
     "uv/uv": r"""
@@ -209,6 +211,9 @@ def test_every_requirement_of_a_worker_is_locked(name: str) -> None:
             wanted = Requirement(line)
             assert wanted.specifier.contains(locked[wanted.name.replace("_", "-")]), line
     assert not [package for package in locked if package.startswith(("nvidia", "triton"))]
+
+
+# --- sync ---
 
 
 def test_sync_moves_every_clone_and_loses_no_changes(pod: Pod) -> None:

@@ -252,6 +252,9 @@ def test_training_says_that_its_devices_are_open(
     assert re.fullmatch(r"opened: .+, host 1 of 1\n", capsys.readouterr().err)
 
 
+# --- status ---
+
+
 @pytest.mark.parametrize(
     ("codes", "status", "words"),
     [

@@ -117,10 +117,8 @@ def test_a_strangers_file_name_forges_no_line_of_a_table(
 
 
 WHAT = "what happened"
-PAGE, AGAIN = (
-    "what to do: docs/reference/troubleshooting.md",
-    "it may pass by itself: run the same command again",
-)
+PAGE = "; what to do: docs/reference/troubleshooting.md"
+AGAIN = "; it may pass by itself: run the same command again"
 HELP = "; examples and all options: the same command with --help"
 
 

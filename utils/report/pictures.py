@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-
-from utils import storage
 
 CONTEXT_RGB = (0.16, 0.55, 0.95)
 TARGET_RGB = (0.96, 0.55, 0.12)
@@ -45,7 +43,9 @@ class Snapshot:
 
 
 def save_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a snapshot whole or not at all; ValueError where a shape contradicts volume, grid and patch."""
+    """Write a snapshot whole or not at all; OSError for what the disk refuses, which costs a run no more than
+    the picture; ValueError where a shape contradicts volume, grid and patch.
+    """
     data = {name: np.asarray(value) for name, value in vars(snapshot).items()}
     data["features"] = data["features"].astype(np.float16)
     data["valid"] = data["valid"].astype(np.float32)
@@ -58,14 +58,11 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
     for name in ("features", "valid"):
         if len(data[name]) != num_tokens:
             raise ValueError(f"{path}: {name}: expected {num_tokens} tokens, found {len(data[name])}")
-    write_arrays(str(path), data)
-
-
-def write_arrays(url: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """An .npz file, whole or not at all; its folder is made."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, allow_pickle=True, **arrays)
-    storage.write_bytes(url, buffer.getvalue())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=True, **data)
+    os.replace(part, path)
 
 
 def load_snapshot(path: str | Path) -> Snapshot:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from utils.report.pictures import feature_colours, load_snapshot, token_kinds, write_arrays
+from utils import storage
+from utils.report.pictures import feature_colours, load_snapshot, token_kinds
 
 MAX_PIXELS = 6_000_000  # of a sheet; larger volumes are drawn smaller
 JPEG_QUALITY = 88
@@ -43,8 +44,17 @@ def save_layers(url: str, picture: LayersPicture) -> None:
     for name, heights in (("predicted", picture.predicted), ("truth", picture.truth)):
         if heights.shape != expected:
             raise ValueError(f"{url}: {name}: expected heights {expected}, found {heights.shape}")
-    arrays = {name: np.asarray(value) for name, value in vars(picture).items()}
-    write_arrays(url, arrays | {name: arrays[name].astype(np.float32) for name in ("predicted", "truth")})
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        volume=picture.volume,
+        spacing=np.array(picture.spacing),
+        names=np.array(picture.names),
+        predicted=picture.predicted.astype(np.float32),
+        truth=picture.truth.astype(np.float32),
+        title=np.array(picture.title),
+    )
+    storage.write_bytes(url, buffer.getvalue())
 
 
 def load_layers(path: Path) -> LayersPicture:

@@ -272,7 +272,7 @@ LINES = {
     "models": 5_522,
     "pretraining": 2_585,
     "finetuning": 14_634,
-    "utils": 8_736,
+    "utils": 8_735,
     "benchmarks": 4_625,
     "tests": 43_762,
 }

@@ -23,7 +23,7 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_bounds(cfg)
         _check_sections(cfg)
         _check_names(cfg.task)
-        _check_method(cfg.method, recipe_of(cfg.method))
+        _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_decoders(cfg)
@@ -107,8 +107,7 @@ def check_recipe(method: MethodConfig, where: str) -> None:
     _require(known, f"{where}: method.recipe", f"one of {', '.join(RECIPES)}", f"{method.recipe}{hint}")
 
 
-def _check_method(method: MethodConfig, recipe: Recipe) -> None:
-    """What is trained on: penalty, control, and the loss of neighbours, which is of visible tokens."""
+def _check_method(method: MethodConfig) -> None:
     _require(
         (method.regulariser_weight > 0) == (method.regulariser != "none"),
         "method.regulariser_weight",
@@ -121,13 +120,7 @@ def _check_method(method: MethodConfig, recipe: Recipe) -> None:
         "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",
         method.regulariser,
     )
-    _require(
-        method.neighbour_weight == 0 or recipe.hidden != "targets",
-        "method.neighbour_weight",
-        "0 where the context is all but the targets",
-        f"{method.neighbour_weight} with {method.recipe}",
-    )
-    has_both = recipe.target == "features" and method.neighbour_weight > 0
+    has_both = recipe_of(method).target == "features" and method.neighbour_weight > 0
     _require(
         method.control != "mismatched_latents" or has_both,
         "method.control",
@@ -137,7 +130,7 @@ def _check_method(method: MethodConfig, recipe: Recipe) -> None:
 
 
 def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
-    """Each way of drawing targets needs its own keys, and none of the other way's."""
+    """Each way of drawing targets needs only its own keys; the loss of neighbours is of visible tokens."""
     name = method.recipe
     is_uniform = "blocks" not in recipe.masks or ("uniform" in recipe.masks and method.mask_ratio is not None)
     needed: tuple[str, ...] = ("mask_ratio",) if is_uniform else BLOCK_KEYS
@@ -163,6 +156,12 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
         room = 1 - (method.context_ratio or 0)
         text = f"at most 1 - context_ratio = {room:g}"
         _require(family.scale <= room, f"{key}.scale", text, family.scale)
+    _require(
+        method.neighbour_weight == 0 or recipe.hidden != "targets",
+        "method.neighbour_weight",
+        "0 where the context is all but the targets",
+        f"{method.neighbour_weight} with {method.recipe}",
+    )
 
 
 def _check_head(cfg: Config) -> None:

@@ -9,8 +9,6 @@ docs/pictures.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from utils.cli import number_from, run_cli
 from utils.errors import UserError
 from utils.help_pages import Parser
 from utils.report.pictures import Snapshot, load_snapshot, show_mm
+from utils.report.run_files import Run, read_run
 
 CURVES = (
     ("train/loss", "train/loss"),
@@ -34,21 +33,12 @@ COLOURS = {"healthy": "#1f6fb2", "collapsed": "#c8452f"}
 COMPONENTS = 3
 
 
-def lines(run: Path) -> list[dict]:
-    """What metrics.jsonl has."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(f"{path}: expected a file that pretraining.train writes, found none; give a run.dir")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def pictured(run: Path) -> dict[int, Path]:
+def pictured(run: Run) -> dict[int, Path]:
     """Rows of the store whose pictures the run has, each with the newest."""
-    paths = sorted((run / "snapshots").glob("step_*_row_*.npz"))
-    return {int(re.sub(r".*_row_(\d+)\.npz", r"\1", path.name)): path for path in paths}
+    return {int(path.stem.partition("_row_")[2]): path for path in run.snapshots}
 
 
-def common_row(runs: dict[str, Path], row: int | None) -> int:
+def common_row(runs: dict[str, Run], row: int | None) -> int:
     """The row to show: this one, else the first that both runs have."""
     common = sorted(set.intersection(*(set(pictured(run)) for run in runs.values())))
     if not common or row not in (None, *common):
@@ -57,18 +47,16 @@ def common_row(runs: dict[str, Path], row: int | None) -> int:
     return common[0] if row is None else row
 
 
-def gauges(runs: dict[str, Path]) -> Figure:
+def gauges(runs: dict[str, Run]) -> Figure:
     """Four gauges of both runs over the step; a dotted line where the alarm began."""
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     axes = figure.subplots(1, len(CURVES))
     for name, run in runs.items():
-        rows = lines(run)
         for axis, (metric, _) in zip(axes, CURVES, strict=True):
-            points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), float)]
-            axis.plot(*zip(*points, strict=True), color=COLOURS[name], label=name, linewidth=2)
-            for row in rows:
-                if "alarm" in row:
-                    axis.axvline(row["step"], color=COLOURS[name], linestyle=":", linewidth=1.5)
+            points = zip(*run.series.get(metric, ()), strict=True)
+            axis.plot(*points, color=COLOURS[name], label=name, linewidth=2)
+            for step, _ in run.alarms:
+                axis.axvline(step, color=COLOURS[name], linestyle=":", linewidth=1.5)
     for axis, (_, title) in zip(axes, CURVES, strict=True):
         axis.set_title(title, fontsize="medium")
         axis.set_xlabel("optimizer step")
@@ -78,7 +66,7 @@ def gauges(runs: dict[str, Path]) -> Figure:
     return figure
 
 
-def features(runs: dict[str, Path], row_of_store: int) -> Figure:
+def features(runs: dict[str, Run], row_of_store: int) -> Figure:
     """A B-scan, and its token features at the end of each run: a row each, a column for each component."""
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     axes = figure.subplots(len(runs), 1 + COMPONENTS, sharex=True, sharey=True)
@@ -119,7 +107,7 @@ def main() -> None:
     parser.add_argument("--row", type=number_from(0), metavar="N", help="of the store; default: the first")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: COLLAPSED_RUN")
     args = parser.parse_args()
-    runs = {name: vars(args)[name] for name in COLOURS}
+    runs = {name: read_run(vars(args)[name]) for name in COLOURS}
     figures = {"gauges": gauges(runs), "features": features(runs, common_row(runs, args.row))}
     folder = args.out or args.collapsed
     folder.mkdir(parents=True, exist_ok=True)

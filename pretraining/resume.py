@@ -25,8 +25,7 @@ from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import keys_with
 from utils.errors import UserError
 from utils.run.calendar import total_steps
-from utils.run.folder import refuse_changes, require_one_run
-from utils.run.history import refuse_lost_checkpoints
+from utils.run.folder import refuse_changes, refuse_lost_checkpoints, require_one_run
 
 log = logging.getLogger(__name__)
 

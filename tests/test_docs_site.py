@@ -59,4 +59,4 @@ def test_two_runs_are_drawn_side_by_side(
     wrong_row, no_run = capsys.readouterr().err.splitlines()
     assert "--row: expected a row with pictures in both runs, found 9; there: 3" in wrong_row
     assert wrong_row.endswith("there: 3")
-    assert no_run.endswith("give a run.dir")
+    assert no_run.endswith("give the run.dir of one")

@@ -19,7 +19,7 @@ from utils.config.load import load_config
 from utils.config.schema import Config
 from utils.errors import ConfigError, TransientError, UserError, shown
 from utils.help_pages import PeopleParser
-from utils.runtime.leave import leave
+from utils.runtime.watchdog import leave
 
 KEYS_PAGE = "docs/reference/configuration.md"
 HELP_PAGE = "docs/reference/troubleshooting.md"

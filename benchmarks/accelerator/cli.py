@@ -31,6 +31,7 @@ import gc
 import json
 import math
 import os
+import platform
 import signal
 import time
 import traceback
@@ -42,7 +43,6 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator import steps, whole
-from benchmarks.machine import describe
 from utils.cli import number_from
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
@@ -65,6 +65,14 @@ class TimeUp(BaseException):
     """The stage has had its time; no Exception, which a compiler would catch."""
 
 
+def machine() -> str:
+    """Processor, threads and PyTorch in one line."""
+    model = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else model}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
 class Bench:
     """The stages' numbers so far, in a file that is whole after each of them."""
 
@@ -75,7 +83,7 @@ class Bench:
         self.stages: dict[str, Values] = {}
         self.facts: Values = {
             "commit": git_commit(),
-            "machine": describe(),
+            "machine": machine(),
             "device": self.runtime.device_name,
         }
         words = f"--minutes {minutes:g}{' --tiny' if tiny else ''} --stages {','.join(self.wanted)}"

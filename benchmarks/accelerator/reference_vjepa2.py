@@ -16,8 +16,9 @@ from transformers import VJEPA2Config
 from transformers.models.vjepa2.modeling_vjepa2 import VJEPA2Encoder, VJEPA2Predictor
 
 from models.predictor import Predictor3D
-from models.vit3d import VisionTransformer3D, gather_tokens
+from models.vit3d import gather_tokens
 from models.vjepa3d import VJEPA3D
+from models.weights.hf_layout import to_hf
 
 
 class ReferenceVJEPA2(nn.Module):
@@ -47,8 +48,10 @@ class ReferenceVJEPA2(nn.Module):
         config = VJEPA2Config.from_dict(shape, attn_implementation="sdpa")
         self.encoder = VJEPA2Encoder(config)
         self.predictor = VJEPA2Predictor(config)
-        self.encoder.load_state_dict(encoder_weights(encoder))
-        self.predictor.load_state_dict(predictor_weights(predictor))
+        weights = to_hf(encoder.state_dict(), predictor.state_dict())
+        for name, module in (("encoder.", self.encoder), ("predictor.", self.predictor)):
+            own = {key.removeprefix(name): value for key, value in weights.items() if key.startswith(name)}
+            module.load_state_dict(own)
         self.target_encoder = copy.deepcopy(self.encoder).requires_grad_(False)
 
     def encode(self, volume_BCDHW: Tensor, keep_BK: Tensor) -> Tensor:
@@ -87,47 +90,3 @@ class ReferenceVJEPA2(nn.Module):
     def update_target(self, momentum: float) -> None:
         targets, sources = self.target_encoder.parameters(), self.encoder.parameters()
         torch._foreach_lerp_(list(targets), list(sources), 1.0 - momentum)
-
-
-def encoder_weights(encoder: VisionTransformer3D) -> dict[str, Tensor]:
-    """Our encoder's weights under the reference's names."""
-    renamed: dict[str, Tensor] = {}
-    for name, value in encoder.state_dict().items():
-        for old, new in (
-            ("patch_embed.", "embeddings.patch_embeddings."),
-            ("blocks.", "layer."),
-            (".attn.", ".attention."),
-        ):
-            name = name.replace(old, new)
-        if name.startswith("norm."):
-            name = f"layernorm.{name[5:]}"
-        renamed |= split_qkv(name, value)
-    return renamed
-
-
-def predictor_weights(predictor: Predictor3D) -> dict[str, Tensor]:
-    """Our predictor's weights under the reference's names."""
-    renamed = {"embeddings.mask_tokens": torch.stack(list(predictor.mask_tokens))}
-    for name, value in predictor.state_dict().items():
-        if name.startswith("mask_tokens."):
-            continue
-        for old, new in (
-            ("predictor_embed.", "embeddings.predictor_embeddings."),
-            ("predictor_blocks.", "layer."),
-            ("predictor_norm.", "layernorm."),
-            ("predictor_proj.", "proj."),
-            (".attn.", ".attention."),
-        ):
-            name = name.replace(old, new)
-        renamed |= split_qkv(name, value)
-    return renamed
-
-
-def split_qkv(name: str, value: Tensor) -> dict[str, Tensor]:
-    """The joint projection of query, key and value as three."""
-    if ".qkv." not in name:
-        return {name: value}
-    return {
-        name.replace("qkv", part): v
-        for part, v in zip(("query", "key", "value"), value.chunk(3), strict=True)
-    }

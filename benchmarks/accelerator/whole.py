@@ -15,29 +15,41 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks import phantom_truth
-from benchmarks.accelerator.store import prepared_store
 from benchmarks.evidence.cohorts import make_phantom
 from data_setup import prepare
+from data_setup.jobs import Job, prepare_row
 from data_setup.loader import PREFETCH, Loader
+from data_setup.manifest import Record
 from data_setup.normalisation import view
+from data_setup.phantom.cohort import make_participants
+from data_setup.phantom.dicom import write_volume
+from data_setup.phantom.files import make_spec, rescaled, scan_volume
+from data_setup.protocols import BY_NAME
+from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
+from data_setup.store.writer import StoreWriter, record_fields
 from finetuning import predict
 from finetuning import train as head
 from pretraining import train as pretraining
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.load import load_config
+from utils.config.schema import Config
 from utils.errors import EXIT_STOPPED
 from utils.runtime.single import Runtime
+from utils.storage import StorageError
 from utils.workers import count_loaders
 
 ROOT = Path(__file__).resolve().parents[2]
+PROTOCOL = BY_NAME["maestro2_3d_macula_oct_oct"]
+RENDERED = 32  # B-scans of the loader's scan: hundreds take minutes to draw
 SMOKE, PROBE, RECOMMENDED = (
     ROOT / "configs" / f"{name}.yaml" for name in ("smoke_test", "cls_linear_probe", "pretrain_oct_vjepa2")
 )
@@ -101,6 +113,43 @@ def places(folder: Path) -> list[str]:
 def require_0(code: int | None) -> None:
     if code:
         raise RuntimeError(f"expected exit code 0, found {code}")
+
+
+def prepared_store(folder: Path, cfg: Config, scan: tuple[int, int, int], volumes: int) -> PreparedStore:
+    """A store of so many rows of one scan; what the folder holds already is taken."""
+    store = folder / f"store_{'x'.join(map(str, cfg.spatial.image_size))}_{volumes}"
+    if not (store / "index.parquet").exists():
+        path = write_scan(folder / f"{'x'.join(map(str, scan))}.dcm", scan)
+        writer = StoreWriter(str(store))
+        writer.create(cfg.spatial, str(folder), synthetic=True)
+        records = [
+            Record(
+                person_id=f"9{i:03d}", device="any", protocol="", region="", laterality="unknown",
+                path=f"{i}/{path.name}", url=str(path), sop_instance_uid="", shape=None, split="train",
+                study_group=None, clinical_site=None, age=None,
+            )
+            for i in range(volumes)
+        ]  # fmt: skip
+        rows = writer.append_records([record_fields(record) for record in records])
+        for row, record in zip(rows, records, strict=True):
+            outcome = prepare_row(Job(row, record, writer, cfg.spatial, cfg.data.storage_options))
+            if outcome.status != KEPT:
+                raise StorageError(record.url, f"{outcome.status}: {outcome.message}")
+        writer.finalise(rows)
+    return PreparedStore.open(str(store))
+
+
+def write_scan(path: Path, shape: tuple[int, int, int]) -> Path:
+    """A DICOM file of an eye of the phantom, of this shape: RENDERED B-scans, repeated back and forth."""
+    person = make_participants(1, 0)[0]
+    scan = replace(person.scans[0], protocol=PROTOCOL)
+    drawn = (min(RENDERED, shape[0]), *shape[1:])
+    voxels = scan_volume(person, scan, 0, "full", drawn)[0].voxels
+    voxels = np.resize(np.concatenate([voxels, voxels[::-1]]), shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    spec = make_spec(person, scan, rescaled(PROTOCOL, shape), 0, "full", "explicit")
+    path.write_bytes(write_volume(voxels, spec))
+    return path
 
 
 def input_pipeline(folder: Path, size: Size, runtime: Runtime, needed: float | None) -> dict[str, Any]:

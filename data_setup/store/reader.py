@@ -35,8 +35,8 @@ from data_setup.store.format import (
 from utils import storage
 from utils.config.schema import Config, SpatialConfig, StorageOptions
 from utils.errors import EXIT_USER_ERROR, TransientError, UserError
-from utils.storage import StorageAwayError, StorageError, local_copies
-from utils.storage.zarr_keys import ObjectStore
+from utils.storage import StorageAwayError, StorageError
+from utils.storage.zarr_keys import ObjectStore, drop_copy
 from utils.terminal import say
 from utils.workers import executor_of, is_lost_worker
 
@@ -183,7 +183,7 @@ class VolumeReader:
             return self._compare(array[row], row) if compare else array[row]
         except (RuntimeError, ValueError):  # of the codec, or another volume
             copy = Path(self.cache_dir or "", _copy_name(row, self.digest(row)))
-            if self.cache_dir is None or not local_copies.drop(copy):
+            if self.cache_dir is None or not drop_copy(copy):
                 raise
             voxels = self._compare(self._open_array(None)[row], row)
             log.warning("%s: a damaged local copy, read from the store again", copy)

@@ -18,8 +18,7 @@ from utils.config.load import config_of_yaml, to_yaml
 from utils.config.schema import keys_with
 from utils.errors import UserError
 from utils.run.checkpoints import Checkpoints
-from utils.run.folder import refuse_changes
-from utils.run.history import refuse_lost_checkpoints
+from utils.run.folder import refuse_changes, refuse_lost_checkpoints
 from utils.run.lease import Lease
 from utils.runtime.single import Runtime, StopRequested
 

@@ -17,8 +17,7 @@ import numpy as np
 from finetuning.heads.head_file import write_head
 from utils.config.schema import Config
 from utils.run.calendar import Calendar
-from utils.run.folder import claim_run_dir
-from utils.run.history import NO_CHECKPOINT_YET
+from utils.run.folder import NO_CHECKPOINT_YET, claim_run_dir
 from utils.run.log import RunLog
 from utils.runtime.single import Runtime
 

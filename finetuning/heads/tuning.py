@@ -33,8 +33,7 @@ from utils.config.load import accumulation_steps, config_of_yaml, to_yaml
 from utils.config.schema import Config, keys_with
 from utils.errors import UserError
 from utils.run.calendar import Calendar
-from utils.run.folder import refuse_changes, require_one_run
-from utils.run.history import refuse_lost_checkpoints
+from utils.run.folder import refuse_changes, refuse_lost_checkpoints, require_one_run
 from utils.run.progress import RunProgress
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime

@@ -18,8 +18,8 @@ from data_setup.loader import Batch, validation_batches
 from data_setup.normalisation import view
 from pretraining.run import Run
 from pretraining.step import predict
-from utils.dashboards.pictures import Forecast, prediction_map, two_views
-from utils.report.pictures import Snapshot, bscan_with_masks, feature_pca, save_snapshot
+from utils.report import pictures
+from utils.report.pictures import Forecast, Snapshot, save_snapshot
 from utils.run.log import NoLog, RunLog
 from utils.runtime.single import StopRequested
 
@@ -51,8 +51,8 @@ class Examples:
                     self._keep(snapshot, step, row)
                 if self.is_watched:
                     device = snapshot.title.split(",")[0]
-                    self.run_log.image(step, f"masks/{device}", bscan_with_masks(snapshot))
-                    self.run_log.image(step, f"features/{device}", feature_pca(snapshot))
+                    self.run_log.image(step, f"masks/{device}", pictures.bscan_with_masks(snapshot))
+                    self.run_log.image(step, f"features/{device}", pictures.feature_pca(snapshot))
             if self.is_watched:
                 self._show_forecasts(step, trained_on)
         except StopRequested:
@@ -70,10 +70,10 @@ class Examples:
 
     def _show_forecasts(self, step: int, trained_on: Batch | None) -> None:
         if trained_on is not None:
-            self.run_log.image(step, "views/training", two_views(*views(self.run, trained_on)))
+            self.run_log.image(step, "views/training", pictures.two_views(*views(self.run, trained_on)))
         for forecast in forecasts(self.run, step):
             device = forecast.seen.title.split(",")[0]
-            self.run_log.image(step, f"prediction/{device}", prediction_map(forecast))
+            self.run_log.image(step, f"prediction/{device}", pictures.prediction_map(forecast))
 
 
 def example_batches(run: Run, limit: int) -> Iterator[tuple[int, str, Batch, Batch]]:

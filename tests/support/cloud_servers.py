@@ -1,7 +1,7 @@
 """Storage servers on loopback: gcp-storage-emulator (gs://) and moto (s3://), each a process of its own."""
 
 import json
-import socket
+import os
 import subprocess
 import sys
 import threading
@@ -10,16 +10,34 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tests.support.process_factory import free_port
+from utils.storage import clients
 
 BUCKET = "oct-test"
 _START_S = 60.0
 
 
+def log_in(patch: pytest.MonkeyPatch, secret: str = "none", **policy: float) -> None:
+    """Made-up credentials, for which no server here asks, in place of this machine's; retries by `policy`."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "GOOGLE_", "STORAGE_EMULATOR", "BOTO")):
+            patch.delenv(name)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        patch.setenv(name, secret)
+    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    patch.setattr(clients, "POLICY", replace(clients.POLICY, **policy))
+
+
 @contextmanager
 def gcs_server() -> Iterator[str]:
     """The endpoint of an emulator of Google Cloud Storage with an empty BUCKET, in memory."""
-    port = _free_port()
+    port = free_port()
     command = ["gcp_storage_emulator", "start", "--host", "127.0.0.1", "--port", str(port), "--quiet"]
     with _server([*command, "--in-memory", "--default-bucket", BUCKET], port) as endpoint:
         yield endpoint
@@ -28,7 +46,7 @@ def gcs_server() -> Iterator[str]:
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The endpoint of moto's S3 with an empty BUCKET."""
-    port = _free_port()
+    port = free_port()
     with _server(["moto.server", "-H", "127.0.0.1", "-p", str(port)], port) as endpoint:
         with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{BUCKET}", method="PUT")):
             pass
@@ -85,9 +103,3 @@ def token_server(token: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_address[1]}/token"
         server.shutdown()
         thread.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

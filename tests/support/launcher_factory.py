@@ -138,3 +138,15 @@ def copy_tree(target: Path) -> None:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("run_tpu_xla.sh", ".gitignore", "requirements.txt"):
         shutil.copy(ROOT / name, target / name)
+
+
+CONFIG = "configs/small.yaml"
+OVERRIDES = ("data.store=/the store/it's", "spatial.image_size=[8,24,32]", "a.b=$HOME;*")
+
+
+def launch(pod: Pod, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return pod.launch(*words, OCT_VENV=str(pod.folder / "venv"), **environment)
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return (done.stdout + done.stderr).splitlines()

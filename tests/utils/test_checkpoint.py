@@ -42,6 +42,12 @@ def write(directory: Path, steps: list[int], keep: int = 2) -> CheckpointWriter:
     return writer
 
 
+def newest_step(directory: Path) -> int:
+    newest = load_newest(str(directory))
+    assert newest is not None
+    return int(newest["step"])
+
+
 def steps_of_bests(folder: Path | str, options: StorageOptions | None = None) -> dict[str, int]:
     names = "best_probe", "best_val_loss"
     return {name: load_checkpoint(f"{folder}/{name}.pt", options)["step"] for name in names}
@@ -100,9 +106,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(
     with pytest.raises(CheckpointError, match="step_00000002"):
         load_checkpoint(str(path))
     with caplog.at_level(logging.WARNING):
-        newest = load_newest(str(tmp_path))
-    assert newest is not None
-    assert newest["step"] == 1
+        assert newest_step(tmp_path) == 1
     assert "step_00000002" in caplog.text
     (tmp_path / "step_00000001.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="2 damaged"):
@@ -121,9 +125,7 @@ def test_a_flipped_bit_anywhere_in_a_seal_falls_back_to_the_checkpoint_before(tm
         with pytest.raises(CheckpointError, match="step_00000002"):
             load_checkpoint(str(tmp_path / "step_00000002.pt"))
         if bit % 8 == 7:  # bytes that are no UTF-8
-            newest = load_newest(str(tmp_path))
-            assert newest is not None, bit
-            assert newest["step"] == 1, (bit, bytes(flipped))
+            assert newest_step(tmp_path) == 1, (bit, bytes(flipped))
 
 
 @pytest.mark.parametrize(
@@ -147,9 +149,7 @@ def test_a_seal_of_other_values_is_damage(tmp_path: Path, seal: str | dict[str, 
     with pytest.raises(CheckpointError, match="step_00000002") as error:
         load_checkpoint(str(tmp_path / "step_00000002.pt"))
     assert "\n" not in str(error.value)
-    newest = load_newest(str(tmp_path))
-    assert newest is not None
-    assert newest["step"] == 1
+    assert newest_step(tmp_path) == 1
 
 
 def sealed(path: Path, data: bytes) -> str:
@@ -162,7 +162,7 @@ def sealed(path: Path, data: bytes) -> str:
 
 def saved(state: Any) -> bytes:
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(state, file, pickle_module=pickle)
     return file.getvalue()
 
 
@@ -237,9 +237,7 @@ def test_a_damaged_old_seal_does_not_stop_later_writes(tmp_path: Path) -> None:
 def test_a_write_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, [1, 2])
     (tmp_path / "step_00000002.json").unlink()  # the seal comes last
-    newest = load_newest(str(tmp_path))
-    assert newest is not None
-    assert newest["step"] == 1
+    assert newest_step(tmp_path) == 1
 
 
 def test_loading_runs_no_code(tmp_path: Path) -> None:
@@ -247,58 +245,32 @@ def test_loading_runs_no_code(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple:
             return (Path.touch, (tmp_path / "owned",))
 
-    writer = write(tmp_path, [1])
-    path = tmp_path / "step_00000001.pt"
-    torch.save({"step": 1, "evil": Evil()}, path, pickle_module=pickle)
-    data = path.read_bytes()
-    seal = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "step": 1, "permanent": False}
-    (tmp_path / "step_00000001.json").write_text(json.dumps(seal))
     with pytest.raises(CheckpointError, match="plain values"):
-        load_checkpoint(str(path))
+        load_checkpoint(sealed(tmp_path / "odd.pt", saved({"step": 1, "evil": Evil()})))
     assert not (tmp_path / "owned").exists()
-    writer.close()
 
 
 def test_a_failed_write_is_reported_and_the_last_one_decides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    blocked = tmp_path / "folder"
-    blocked.write_text("a file where the directory should be")
-    writer = CheckpointWriter(str(blocked), 2)
-    writer.save({"step": 1}, ["step_00000001"])
-    with caplog.at_level(logging.WARNING):
-        writer.wait()
-    assert "training goes on" in caplog.text
-    blocked.unlink()
-    writer.save({"step": 2}, ["step_00000002"])
-    writer.close()
-    assert list_steps(str(blocked)) == [2]
-
-    blocked2 = tmp_path / "other"
-    blocked2.write_text("")
-    writer = CheckpointWriter(str(blocked2), 2)
-    writer.save({"step": 1}, ["step_00000001"])
-    with pytest.raises(CheckpointError, match="last checkpoint was not written"):
-        writer.close()
-
-
-def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nothing\.pt"):
-        load_checkpoint(str(tmp_path / "nothing.pt"))
-
-
-def test_a_best_checkpoint_that_failed_is_written_with_the_next(tmp_path: Path) -> None:
-    """It keeps the state of its own step. A failed step is not written again: the next replaces it."""
+    """A best checkpoint that failed is written with the next, as of its own step; a failed step is not."""
     blocked = tmp_path / "folder"
     blocked.write_text("a file where the directory should be")
     writer = CheckpointWriter(str(blocked), 2)
     writer.save({"step": 1}, ["best_probe", "best_val_loss", "step_00000001"])
-    writer.wait()
+    with caplog.at_level(logging.WARNING):
+        writer.wait()
+    assert "training goes on" in caplog.text
     blocked.unlink()
     writer.save({"step": 2}, ["best_val_loss", "step_00000002"])
     writer.close()
     assert steps_of_bests(blocked) == {"best_probe": 1, "best_val_loss": 2}
     assert list_steps(str(blocked)) == [2]
+
+
+def test_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nothing\.pt"):
+        load_checkpoint(str(tmp_path / "nothing.pt"))
 
 
 LEFTOVERS = [

@@ -39,7 +39,7 @@ from tests.support.cloud_proxy import (
     Proxy,
     fault_proxy,
 )
-from tests.support.cloud_servers import BUCKET, gcs_server, s3_server
+from tests.support.cloud_servers import BUCKET, gcs_server, log_in, s3_server
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.utils.test_checkpoint import peak_of_saving, steps_of_bests
 from tests.utils.test_storage import check_operations
@@ -49,7 +49,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.run.lease import hold
 from utils.storage import clients as cloud
-from utils.storage.retry import RetryPolicy
+from utils.storage.errors import VERSIONS, RetryPolicy
 
 PLANTED = "pl4nted-s3cret"  # must not come out anywhere
 QUICK = replace(cloud.POLICY, attempts=5, first_wait_s=0.005)
@@ -60,14 +60,7 @@ HASTY = replace(QUICK, attempts=2, read_timeout_s=0.5)
 def environment() -> Iterator[None]:
     """Credentials that the servers do not ask for, and none of this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("AWS_", "GOOGLE_", "STORAGE_EMULATOR", "BOTO")):
-                patch.delenv(name)
-        patch.setenv("AWS_ACCESS_KEY_ID", f"AKIA{PLANTED}")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", PLANTED)
-        patch.setenv("AWS_SESSION_TOKEN", PLANTED)
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        log_in(patch, PLANTED)
         yield
 
 
@@ -165,7 +158,7 @@ def test_a_single_fault_passes(bucket: Bucket, fault: str, caplog: pytest.LogCap
         storage.remove(url, options)
         assert not storage.exists(url, options)
     assert bucket.proxy.faults[fault] >= 2
-    messages = [r.getMessage() for r in caplog.records if r.name == "utils.storage.retry"]
+    messages = [r.getMessage() for r in caplog.records if r.name == "utils.storage.errors"]
     if fault not in NO_WARNING[bucket.scheme]:
         line = re.compile(rf"{re.escape(url)}: attempt 1 of 5 failed \(.+\); again in 0\.0 s")
         assert any(line.fullmatch(m) for m in messages)
@@ -419,7 +412,7 @@ def test_a_client_is_one_of_the_versions_that_were_tried(package: str) -> None:
     written = Path("requirements.txt").read_text()
     bounds = re.search(rf"^{package}(.+)$", written, re.MULTILINE)[1]
     assert re.fullmatch(r">=[\d.]+,<[\d.]+", bounds)
-    assert bounds == cloud.VERSIONS[package]
+    assert bounds == VERSIONS[package]
     assert Version(version(package)) in SpecifierSet(bounds)
 
 

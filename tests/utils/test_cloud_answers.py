@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from tests.support.cloud_servers import log_in
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.storage import clients as cloud
 
 DATA = bytes(range(256)) * 4
 _STAT = b'{"name": "x", "bucket": "b", "size": "1024", "kind": "storage#object"}'
@@ -57,11 +56,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cloud, "POLICY", replace(cloud.POLICY, attempts=3, first_wait_s=0.005))
-    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "none")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    log_in(monkeypatch, attempts=3, first_wait_s=0.005)
 
 
 @pytest.fixture
@@ -147,6 +142,6 @@ def test_an_open_file_that_fails_says_so_in_one_line(
         pytest.raises(storage.StorageError, match=problem),
     ):
         file.read(10)
-    assert {r.name for r in caplog.records} == {"utils.storage.retry"}
+    assert {r.name for r in caplog.records} == {"utils.storage.errors"}
     assert not any(r.exc_info for r in caplog.records)
     assert len(server.asked) == 4

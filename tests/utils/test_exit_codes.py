@@ -6,7 +6,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from data_setup.loader import LoaderError, LostWorkerError
 from finetuning import evaluate
 from pretraining import train as loop
 from pretraining.gauges.monitor import FrozenTargetError, LeakError
+from tests.support.cloud_servers import log_in
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.process_factory import environment
@@ -26,7 +26,7 @@ from utils.cli import run_cli
 from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError, TransientError, UserError
 from utils.log import log_to_file, setup_logging
 from utils.runtime.processes import LostPeer
-from utils.storage import StorageAwayError, StorageError, StorageNotFoundError, clients
+from utils.storage import StorageAwayError, StorageError, StorageNotFoundError
 
 NOBODY = "http://127.0.0.1:9"  # the discard port: refused
 SHELL = {126, 127, *range(128, 166), 255}  # of a shell: not executable, not found, signals, out of range
@@ -116,52 +116,40 @@ def test_a_strangers_file_name_forges_no_line_of_a_table(
         assert r"\nforged\rover" in text, name
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [
-        *((kind, 2) for kind in (UserError, ConfigError, StorageError, StorageNotFoundError)),
-        *((kind, 2) for kind in (CheckpointError, LoaderError, LeakError, FrozenTargetError)),
-        *((kind, 75) for kind in (TransientError, StorageAwayError, LastWriteError)),
-        *((kind, 75) for kind in (LostWorkerError, LostPeer)),
-    ],
-)
-def test_a_command_ends_with_its_errors_code(
-    kind: type[UserError], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise kind("what happened")
-
-    monkeypatch.setattr("utils.cli.leave", lambda code: raise_exit(code))
-    assert exit_code(fail) == code
-    if kind is ConfigError:
-        step = "every key: docs/reference/configuration.md"
-    elif code == EXIT_TRY_AGAIN:
-        step = "it may pass by itself: run the same command again"
-    else:
-        step = "what to do: docs/reference/troubleshooting.md"
-    assert capsys.readouterr().err == f"error: what happened; {step}\n"
-
-
+WHAT = "what happened"
+PAGE = "; what to do: docs/reference/troubleshooting.md"
+AGAIN = "; it may pass by itself: run the same command again"
 HELP = "; examples and all options: the same command with --help"
 
 
 @pytest.mark.parametrize(
-    ("own", "step"),
+    ("error", "code", "step"),
     [
-        ("--shard: expected i/n with 0 <= i < n, found '5/2'", HELP),
-        ("NAME: expected one of octa500, found 'x'", HELP),
-        ("found none; run data_setup.prepare", ""),  # which names its next step
-        ("found none (docs/start/folder.md)", ""),
+        *((kind(WHAT), 2, PAGE) for kind in (UserError, StorageError, StorageNotFoundError)),
+        *((kind(WHAT), 2, PAGE) for kind in (CheckpointError, LoaderError, LeakError, FrozenTargetError)),
+        (ConfigError(WHAT), 2, "; every key: docs/reference/configuration.md"),
+        *((kind(WHAT), 75, AGAIN) for kind in (TransientError, StorageAwayError, LastWriteError)),
+        *((kind(WHAT), 75, AGAIN) for kind in (LostWorkerError, LostPeer)),
+        (UserError("--shard: expected i/n with 0 <= i < n, found '5/2'"), 2, HELP),
+        (UserError("NAME: expected one of octa500, found 'x'"), 2, HELP),
+        (UserError("found none; run data_setup.prepare"), 2, ""),  # which names its next step
+        (UserError("found none (docs/start/folder.md)"), 2, ""),
     ],
+    ids=lambda value: type(value).__name__,
 )
-def test_an_error_of_the_command_line_names_its_help(
-    own: str, step: str, capsys: pytest.CaptureFixture[str]
+def test_a_command_ends_with_its_errors_code_and_the_next_step(
+    error: UserError,
+    code: int,
+    step: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail() -> None:
-        raise UserError(own)
+        raise error
 
-    assert exit_code(fail) == EXIT_USER_ERROR
-    assert capsys.readouterr().err == f"error: {own}{step}\n"
+    monkeypatch.setattr("utils.cli.leave", lambda code: raise_exit(code))
+    assert exit_code(fail) == code
+    assert capsys.readouterr().err == f"error: {error}{step}\n"
 
 
 LOST = """
@@ -192,10 +180,7 @@ def raise_exit(code: int) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "POLICY", replace(clients.POLICY, attempts=2, first_wait_s=0.01))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    log_in(monkeypatch, attempts=2, first_wait_s=0.01)
 
 
 @pytest.mark.parametrize("command", ["prepare", "check", "expand", "train", "evaluate"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import resource
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,12 @@ import wandb
 from matplotlib.figure import Figure
 
 from tests.support.model_factory import small_config
+from tests.support.process_factory import free_port
 from tests.support.wandb_reader import history, run_ids
-from utils.dashboards.weights_and_biases import has_api_key, start_wandb
+from utils.dashboards import has_api_key, start_wandb
 from utils.errors import UserError
 from utils.log import LineFile, log_failure, log_to_file, setup_logging
+from utils.run.folder import bring_back, refuse_lost_checkpoints
 from utils.run.log import RunLog
 
 
@@ -57,9 +58,7 @@ def test_online_with_the_server_away_logs_offline_and_says_so_once(
     no_key: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The real client against a port of loopback where nothing listens; one run, under the id of the run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{probe.getsockname()[1]}")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
     wandb.teardown()  # its settings are read once
@@ -237,3 +236,17 @@ def test_why_a_run_ended_is_in_its_log_and_not_twice_on_the_console(
     stderr = capsys.readouterr().err
     assert "rank 3: a broken disk" in stderr
     assert "first process" not in stderr
+
+
+# --- after a power cut ---
+
+
+def test_half_a_line_and_one_of_zeros_are_left_out(tmp_path: Path) -> None:
+    cfg = small_config("vjepa2", f"run.dir={tmp_path}", f"train.ckpt_dir={tmp_path / 'checkpoints'}")
+    lines = '{"step": 1}\n', "\0\0\0\0\n", '{"step": 2}\n', '{"st\n', '{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    with pytest.raises(UserError, match=r"expected checkpoints of this run, which is at step 3, found none"):
+        refuse_lost_checkpoints(cfg)
+    (tmp_path / "checkpoints" / "history").mkdir(parents=True)
+    bring_back(cfg, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == lines[0] + lines[2]

@@ -7,6 +7,7 @@ import html
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -284,13 +285,18 @@ def test_a_file_is_told_by_its_digest_alone(run_dir: Path, capsys: pytest.Captur
     other = PATIENT.replace("SMITH", "SMITHE")
     prepared = json.loads((run_dir / "prepare_report.json").read_text())
     prepared["run"]["audit"] = {"missing": {"count": 2, "first": [PATIENT, other]}}
+    prepared["rejected_files"] = {"missing_file": [PATIENT]}
     (run_dir / "prepare_report.json").write_text(json.dumps(prepared))
     main([str(run_dir)])
-    shared = own_part(run_dir / "report.html") + (run_dir / "results.json").read_text()
+    page = own_part(run_dir / "report.html")
+    row = page[page.index("<td>missing_file</td>") :].partition("</tr>")[0]
+    shared = page + (run_dir / "results.json").read_text()
     shared += capsys.readouterr().out
     assert not re.search("smith|john|jane|19500101", shared, re.IGNORECASE)
     digests = set(re.findall(r"file [0-9a-f]{12}", shared))
     assert len(digests) == 2
+    main([str(run_dir), "--file", row.partition("file ")[2][:12]])
+    assert capsys.readouterr().out.strip() == PATIENT
     for digest in digests:
         main([str(run_dir), "--file", digest.removeprefix("file ")])
     assert sorted(capsys.readouterr().out.split()) == sorted([PATIENT, other])
@@ -421,9 +427,13 @@ def test_a_run_that_is_running_or_was_killed_reports(run_dir: Path) -> None:
 # --- pictures ---
 
 
-def test_snapshot_survives_the_file(tmp_path: Path) -> None:
+@pytest.fixture
+def snapshot(tmp_path: Path) -> Snapshot:
     write_snapshot(tmp_path / "deep" / "a.npz")
-    snapshot = load_snapshot(tmp_path / "deep" / "a.npz")
+    return load_snapshot(tmp_path / "deep" / "a.npz")
+
+
+def test_snapshot_survives_the_file(snapshot: Snapshot, tmp_path: Path) -> None:
     assert snapshot.volume.shape == (16, 96, 64)
     assert (snapshot.grid, snapshot.patch) == (GRID, PATCH)
     assert snapshot.spacing == (0.375, 0.024, 0.09375)
@@ -431,49 +441,33 @@ def test_snapshot_survives_the_file(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.npz"]  # no partial file stays
 
 
-def test_snapshot_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    write_snapshot(tmp_path / "a.npz")
-    good = vars(load_snapshot(tmp_path / "a.npz"))
+def test_snapshot_refuses_what_does_not_fit(snapshot: Snapshot, tmp_path: Path) -> None:
     for change, message in [
-        ({"volume": good["volume"].astype(np.float32)}, "volume: expected uint8"),
-        ({"volume": good["volume"][:8]}, r"volume: expected uint8 \(16, 96, 64\)"),
-        ({"features": good["features"][:7]}, "features: expected 384 tokens, found 7"),
+        ({"volume": snapshot.volume.astype(np.float32)}, "volume: expected uint8"),
+        ({"volume": snapshot.volume[:8]}, r"volume: expected uint8 \(16, 96, 64\)"),
+        ({"features": snapshot.features[:7]}, "features: expected 384 tokens, found 7"),
     ]:
         with pytest.raises(ValueError, match=message):
-            save_snapshot(tmp_path / "b.npz", Snapshot(**{**good, **change}))
+            save_snapshot(tmp_path / "b.npz", replace(snapshot, **change))
     assert not (tmp_path / "b.npz").exists()
 
 
-def test_masks_lie_on_their_patches(tmp_path: Path) -> None:
+def test_masks_lie_on_their_patches(snapshot: Snapshot) -> None:
     """Token (d 2, h 1, w 3) as the only context: in plane 9 exactly its 8 x 8 voxels are tinted blue."""
-    write_snapshot(tmp_path / "a.npz")
-    good = vars(load_snapshot(tmp_path / "a.npz"))
     token = np.ravel_multi_index((2, 1, 3), GRID)
-    good |= {
-        "context": np.array([token]),
-        "target": np.array([], int),
-        "volume": np.zeros((16, 96, 64), np.uint8),
-    }
-    save_snapshot(tmp_path / "b.npz", Snapshot(**good))
-    figure = bscan_with_masks(load_snapshot(tmp_path / "b.npz"), num_planes=16)
-    tinted = {plane: figure.axes[16 + plane].images[0].get_array() for plane in (7, 8, 9, 11, 12)}
-    for plane, image in tinted.items():
-        where = np.argwhere(image[..., 2] > 0)
-        if plane in (8, 9, 11):
-            assert where.min(axis=0).tolist() == [8, 24]
-            assert where.max(axis=0).tolist() == [15, 31]
-            assert len(where) == 64
-        else:
-            assert len(where) == 0
-    good["valid"][token] = 0  # padding belongs to neither set
-    save_snapshot(tmp_path / "b.npz", Snapshot(**good))
-    figure = bscan_with_masks(load_snapshot(tmp_path / "b.npz"), num_planes=16)
-    assert not figure.axes[16 + 9].images[0].get_array().any()
+    dark = np.zeros((16, 96, 64), np.uint8)
+    one = replace(snapshot, context=np.array([token]), target=np.array([], int), volume=dark)
+    figure = bscan_with_masks(one, num_planes=16)
+    for plane in (7, 8, 9, 11, 12):
+        where = np.argwhere(figure.axes[16 + plane].images[0].get_array()[..., 2] > 0)
+        assert len(where) == (64 if plane in (8, 9, 11) else 0)
+        if len(where):
+            assert (where.min(axis=0).tolist(), where.max(axis=0).tolist()) == ([8, 24], [15, 31])
+    one.valid[token] = 0  # padding belongs to neither set
+    assert not bscan_with_masks(one, num_planes=16).axes[16 + 9].images[0].get_array().any()
 
 
-def test_pictures_have_the_proportions_of_the_eye(tmp_path: Path) -> None:
-    write_snapshot(tmp_path / "a.npz")
-    snapshot = load_snapshot(tmp_path / "a.npz")
+def test_pictures_have_the_proportions_of_the_eye(snapshot: Snapshot) -> None:
     for figure in (bscan_with_masks(snapshot), feature_pca(snapshot)):
         assert all(axis.get_aspect() == 1.0 for axis in figure.axes)
     extents = [axis.images[0].get_extent() for axis in feature_pca(snapshot).axes]
@@ -482,24 +476,18 @@ def test_pictures_have_the_proportions_of_the_eye(tmp_path: Path) -> None:
         np.testing.assert_allclose(extent, (0, width, expected, 0))
 
 
-def test_feature_colours_follow_the_features_and_leave_invalid_tokens_grey(tmp_path: Path) -> None:
-    write_snapshot(tmp_path / "a.npz")
-    good = vars(load_snapshot(tmp_path / "a.npz"))
-    rows = np.indices(GRID)[1].ravel()
+def test_feature_colours_follow_the_features_and_leave_invalid_tokens_grey(snapshot: Snapshot) -> None:
     features = np.zeros((384, 6))
-    features[:, 0] = rows  # one direction only: the axial position
-    save_snapshot(tmp_path / "b.npz", Snapshot(**{**good, "features": features}))
-    image = feature_pca(load_snapshot(tmp_path / "b.npz")).axes[3].images[0].get_array()
+    features[:, 0] = np.indices(GRID)[1].ravel()  # one direction only: the axial position
+    image = feature_pca(replace(snapshot, features=features)).axes[3].images[0].get_array()
     red = image[:, 0, 0]
-    assert red[0] == 0
-    assert red[-1] == 1
+    assert (red[0], red[-1]) == (0, 1)
     assert (np.diff(red) >= 0).all()
     np.testing.assert_array_equal(image[:, -2:], 0.5)
 
 
-def test_png_data_is_a_picture(tmp_path: Path) -> None:
-    write_snapshot(tmp_path / "a.npz")
-    text = png_data(feature_pca(load_snapshot(tmp_path / "a.npz")), dpi=40)
+def test_png_data_is_a_picture(snapshot: Snapshot) -> None:
+    text = png_data(feature_pca(snapshot), dpi=40)
     assert base64.b64decode(text.removeprefix("data:image/png;base64,")).startswith(b"\x89PNG")
 
 
@@ -521,14 +509,11 @@ def test_pictures_of_the_documents_are_drawn_from_a_run(
         draw_overview.main(["--run", str(run_dir)], folder)
 
 
-def test_the_overview_gives_equal_features_equal_colours(tmp_path: Path) -> None:
+def test_the_overview_gives_equal_features_equal_colours(snapshot: Snapshot) -> None:
     """Features that only changed their signs and order keep their colours; the titles name the step."""
-    write_snapshot(tmp_path / "a.npz", "volume, step 0")
-    good = vars(load_snapshot(tmp_path / "a.npz"))
-    turned = {**good, "features": -good["features"][:, ::-1], "title": "volume, step 7"}
-    save_snapshot(tmp_path / "b.npz", Snapshot(**turned))
-    snapshots = (load_snapshot(tmp_path / name) for name in ("a.npz", "b.npz"))
-    figure = draw_overview.overview(*FULL, *snapshots)
+    before = replace(snapshot, title="volume, step 0")
+    after = replace(snapshot, features=-snapshot.features[:, ::-1], title="volume, step 7")
+    figure = draw_overview.overview(*FULL, before, after)
     images = [axis.images[0].get_array() for axis in figure.axes]
     np.testing.assert_allclose(images[2], images[3], atol=1e-3)
     assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][3] == "step 7"

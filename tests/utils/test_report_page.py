@@ -1,10 +1,12 @@
-"""The page of a report: several runs, the slice viewer's data, and all of it in a browser."""
+"""The page of a report: its verdict on a run, several runs, the slice viewer's data; tables elsewhere."""
 
 from __future__ import annotations
 
 import base64
 import io
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,15 +14,142 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pretraining.gauges.alarms import Alarms
+from pretraining.gauges.skill import MIN_HALF
+from pretraining.gauges.validation import quarters
 from tests.support.report_factory import evaluation_json, own_part, write_run
-from utils.report.charts import MAX_POINTS, charts_of
 from utils.report.cli import main
+from utils.report.health import (
+    COLLAPSING,
+    DIVERGED,
+    EARLY,
+    HEALTHY,
+    LEAKING,
+    NEVER,
+    SKILL_PEOPLE,
+    STALLED,
+    Health,
+    health,
+)
+from utils.report.page import MAX_POINTS, charts_of
 from utils.report.pictures import load_snapshot
 from utils.report.run_files import read_run
 from utils.report.tables import data_tables, evaluation_table, quality_tables
 from utils.report.volumes import LayersPicture, load_layers, save_layers, volume_of_layers, volume_of_snapshot
+from utils.tables import Table, bracketed, estimate, interval, markdown, number, page, terminal, two_cells
 
-PATIENT = "oct/SMITH^JOHN_19500101_OD.dcm"
+# --- the verdict on a run ---
+
+History = list[dict[str, float | None]]
+
+
+def judge(history: History) -> Health:
+    """What a run of these lines, ten steps apart, is called; the alarms are those of training."""
+    alarms, series, not_finite = Alarms(), {}, {}
+    raised: list[tuple[int, str]] = []
+    for step, line in zip(itertools.count(10, 10), history, strict=False):
+        raised += [(alarm.step, alarm.text) for alarm in alarms.update(step, line)]
+        for key, value in (line | alarms.states()).items():
+            if value is None or not math.isfinite(value):
+                if value is not None:
+                    not_finite.setdefault(key, step)
+            else:
+                series.setdefault(key, []).append((step, value))
+    return health(series, raised, not_finite)
+
+
+def training(skill: np.ndarray, rank: np.ndarray | float = 90.0, loss: np.ndarray | float = 0.5) -> History:
+    """Lines with these values of skill, rank and loss, and a little noise."""
+    noise = np.random.default_rng(0).normal(0, 0.002, len(skill))
+    columns = np.broadcast_arrays(skill, rank, loss, noise)
+    return [
+        {
+            "train/loss": float(lo + n),
+            "train/update_ratio": 1e-3,
+            "train/bad_steps": 0,
+            "train/rankme": float(r),
+            "val/rankme": float(r),
+            "train/feature_std": 0.8,
+            "val/skill_position": float(s + n),
+        }
+        for s, r, lo, n in zip(*columns, strict=True)
+    ]
+
+
+RISING, LEVEL = np.linspace(-0.1, 0.4, 12), np.full(12, -0.03)
+
+
+def with_last(count: int, **values: float | list[float]) -> History:
+    """A run that rises, of which the last lines have these values; of a list each line its own."""
+    history = training(RISING)
+    for place, line in enumerate(history[-count:]):
+        line |= {key: value[place] if isinstance(value, list) else value for key, value in values.items()}
+    return history
+
+
+OVER = np.array([100, 100, 5, 5, 5, 5, 90, 90, 90, 90, 90, 90.0])
+SCORES = [0.25, 0.3, 0.4, 0.45, 0.5, 0.5]
+HISTORIES = {
+    "rises": (
+        training(RISING, rank=np.linspace(60, 110, 12)),
+        HEALTHY, "val/skill_position rises and ends at 0.4", "val/rankme went from 60 to 110.",
+    ),
+    "learned, and levelled off": (training(np.full(12, 0.3)), HEALTHY),
+    "collapsing, whatever its skill and loss do": (
+        training(RISING, rank=np.geomspace(100, 3, 12), loss=np.linspace(0.8, 0.1, 12)),
+        COLLAPSING, "Alarms began at step",
+    ),
+    "a collapse that is over": (training(RISING, rank=OVER), HEALTHY, "none holds at the end"),
+    "a falling loss is no learning": (
+        training(LEVEL, loss=np.linspace(0.8, 0.3, 12)), STALLED, "not above 0",
+    ),
+    "falls": (training(-RISING), STALLED),
+    "weights that stand still": (with_last(1, **{"train/update_ratio": 1e-12}), STALLED),
+    "updates that are skipped": (
+        with_last(4, **{"train/bad_steps": [0, 1, 2, 3]}), STALLED, "3 were not finite",
+    ),
+    "a leak, with a good skill": (with_last(1, **{"val/leak": 0.2}), LEAKING),
+    "a loss that is no number at the end": (
+        with_last(3, **{"train/loss": math.nan}), DIVERGED, "from step 100 on",
+    ),
+    "a skipped update that is over": (
+        with_last(3, **{"train/loss": [math.nan, math.nan, 0.4]}), HEALTHY,
+    ),
+    "few lines": (training(RISING)[:2], EARLY),
+    "no line": ([], EARLY),
+    "rises, below 0": (training(np.linspace(-0.9, -0.2, 12)), EARLY),
+    "a fine-tuning's score rises": ([{"val/balanced_accuracy": score} for score in SCORES], HEALTHY),
+    "a fine-tuning's score is level": ([{"val/balanced_accuracy": 0.25} for _ in SCORES], STALLED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_a_run_is_called(name: str) -> None:
+    history, word, *texts = HISTORIES[name]
+    verdict = judge(history)
+    assert verdict.word == word
+    assert all(text in verdict.text for text in texts), verdict.text
+
+
+def test_a_validation_without_skill_is_not_too_early_for_ever() -> None:
+    """Few volumes never give one; before step 1 they are few in every run."""
+    few = [line | {"val/skill_position": None, "val/volumes": 3.0} for line in training(RISING)]
+    verdict = judge(few)
+    assert verdict.word == NEVER
+    assert "3 volumes measures no skill" in verdict.text
+    assert f"{2 * MIN_HALF} volumes of 4 participants or more are needed" in verdict.text
+    assert max(quarters(["a", "b", "c", "d"])) == SKILL_PEOPLE - 1
+    assert health({"val/volumes": [(0, 3.0)]}, [], {}).word == EARLY
+    assert judge([line | {"val/volumes": 90.0} for line in training(RISING)[:2]]).word == EARLY
+
+
+def test_skill_of_training_is_no_verdict_where_validation_has_few_points() -> None:
+    history = training(RISING)
+    for line in history[2:]:  # a moving estimate, which reads too high while the target moves
+        line["train/skill_position"] = line.pop("val/skill_position")
+    verdict = judge(history)
+    assert verdict.word == EARLY
+    assert "2 of the 4 values" in verdict.text
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +161,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     (second / "config.yaml").write_text("seed: 0\noptim:\n  base_lr: 0.003\n  clip: 1.0\nonly: here\n")
     (second / "provenance.json").write_text(json.dumps({"commit": "def"}))
     prepared = json.loads((second / "prepare_report.json").read_text())
-    prepared |= {"synthetic": False, "rejected_files": {"missing_file": [PATIENT]}}
+    prepared |= {"synthetic": False}
     (second / "prepare_report.json").write_text(json.dumps(prepared))
     picture = layers_picture()
     save_layers(str(second / "layers" / "row_000003.npz"), picture)
@@ -88,19 +217,6 @@ def test_what_one_run_took_from_participants_is_written_on_top(runs: list[Path])
     assert text.index("Participants' scans.") < text.index("<h1>")
     main([str(runs[0])])
     assert "Participants' scans." not in own_part(runs[0] / "report.html")
-
-
-def test_rejected_files_are_named_by_digest_beside_their_reason(
-    runs: list[Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([str(runs[1])])
-    text = own_part(runs[1] / "report.html")
-    row = text[text.index("<td>missing_file</td>") :].partition("</tr>")[0]
-    assert "SMITH" not in text
-    digest = row.partition("file ")[2][:12]
-    capsys.readouterr()
-    main([str(runs[1]), "--file", digest])
-    assert capsys.readouterr().out.strip() == PATIENT
 
 
 def test_tables_of_the_evaluation(runs: list[Path]) -> None:
@@ -196,3 +312,29 @@ def test_the_quality_of_the_scans_stands_with_the_data(runs: list[Path]) -> None
 def test_a_metric_of_another_version_is_called_by_its_name() -> None:
     text = json.dumps(evaluation_json(0.02, 0.1)).replace("balanced_accuracy", "c_index")
     assert evaluation_table(json.loads(text)).header[1] == "c_index"
+
+
+# --- tables elsewhere ---
+
+SEEN = {"value": 0.5, "ci95": [0.4, 0.6123]}
+NOTHING = {"value": None, "ci95": None}
+
+
+def test_cells_say_what_does_not_exist() -> None:
+    assert (number(2.0), number(7, "d"), number(None)) == ("2.000", "7", "-")
+    assert (interval([-1, 1], "+.1f"), interval(None)) == ("-1.0 to +1.0", "-")
+    assert [estimate(entry) for entry in (SEEN, NOTHING, None)] == ["0.500 (0.400 to 0.612)", "-", "-"]
+    assert estimate(SEEN | {"ci95": None}) == "0.500"
+    assert (two_cells(SEEN, ".1f"), two_cells(NOTHING)) == (["0.5", "0.4 to 0.6"], ["-", "-"])
+    assert bracketed(0.1, [0, 0.25], "+.2f") == "+0.10 [+0.00, +0.25]"
+
+
+def test_one_table_in_markdown_and_on_a_terminal() -> None:
+    table = Table("Rows", ["row", "score"], [["a|b", "0.5"], ["c", "12.25"]], "A note.")
+    assert markdown(table).splitlines() == [
+        "## Rows", "", "A note.", "", "| row | score |", "| --- | ---: |", "| a\\|b | 0.5 |", "| c | 12.25 |",
+    ]  # fmt: skip
+    assert terminal(table).splitlines() == ["Rows", "row  score", "a|b    0.5", "c    12.25", "A note."]
+    text = page("Title", ["Verdict."], ["one", "two"], [table])
+    assert text.startswith("# Title\n\nVerdict.\n\n- one\n- two\n\n## Rows\n")
+    assert "## " not in page("Title", [], [], [Table("", ["a"], [])])

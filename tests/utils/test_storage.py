@@ -23,10 +23,8 @@ from data_setup.store.writer import StoreWriter
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
 from utils.storage import local_writes
-from utils.storage.errors import storage_error
-from utils.storage.local_copies import read_through
-from utils.storage.retry import redact
-from utils.storage.zarr_keys import ObjectStore
+from utils.storage.errors import redact, storage_error
+from utils.storage.zarr_keys import ObjectStore, read_through
 
 
 @pytest.fixture(params=["disk", "memory"])

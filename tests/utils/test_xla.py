@@ -196,7 +196,7 @@ def test_devices_in_another_order_are_refused(xla: Runtime, monkeypatch: pytest.
 
 LEAVING = """
 import logging.handlers, sys, time, torch
-from utils.runtime.leave import leave
+from utils.runtime.watchdog import leave
 from utils.runtime.open import open_runtime
 runtime = open_runtime(use_bf16=False, data_timeout_s=60.0)
 logging.getLogger().addHandler(logging.handlers.MemoryHandler(100, target=logging.FileHandler(sys.argv[1])))

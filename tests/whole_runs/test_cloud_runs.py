@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +20,7 @@ from data_setup import prepare
 from finetuning import evaluate
 from pretraining import train
 from tests.support.cloud_proxy import FAULTS, STALL, Schedule, fault_proxy, seeded
-from tests.support.cloud_servers import BUCKET, gcs_server, s3_server, token_server
+from tests.support.cloud_servers import BUCKET, gcs_server, log_in, s3_server, token_server
 from tests.support.pipeline_factory import SMOKE, WITH_WANDB, make_phantom, pipeline_overrides, stop_after
 from tests.support.process_factory import losses
 from tests.support.wandb_reader import run_ids
@@ -29,13 +28,9 @@ from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_STOPPED
-from utils.storage import clients as cloud
 
 pytestmark = pytest.mark.slow
 PLANTED = "pl4nted-s3cret"  # must not come out anywhere
-FAST = replace(
-    cloud.POLICY, first_wait_s=0.01, read_timeout_s=5
-)  # a checkpoint takes a second to arrive on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +125,9 @@ def logged_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             "token_uri": token_uri,
         }
         (folder / "account.json").write_text(json.dumps(account))
+        # a checkpoint takes a second to arrive on a busy machine
+        log_in(patch, PLANTED, first_wait_s=0.01, read_timeout_s=5)
         patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(folder / "account.json"))
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-            patch.setenv(name, PLANTED)
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setattr(cloud, "POLICY", FAST)
         yield
 
 

@@ -1,6 +1,7 @@
 """Every command of README and guides is run: here, or by a test or target that is named, or a reason is.
 
-A page that documented.yaml lacks, a command that fails, and an entry without its command are red.
+A page that documented.yaml lacks, a command that fails, and an entry without its command are red. So is a
+notebook that does not run from top to bottom, or has outputs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import nbformat
 import pandas as pd
 import pytest
+from nbclient import NotebookClient
 
 from tests.support.documented import (
     PAGES,
@@ -30,6 +33,7 @@ from tests.support.documented import (
     targets_of,
 )
 from tests.support.pipeline_factory import ROOT
+from tests.test_readme import dead_links
 
 RUN, STORE, PHANTOM = "runs/smoke_test", "runs/phantom_store", "runs/phantom"
 COMMANDS = documented()
@@ -224,3 +228,32 @@ def test_the_commands_of_a_page_succeed(page: str, place: Callable[[Page], None]
     place(how)
     commands = [c for c in COMMANDS[page] if c.text not in {**how.elsewhere, **how.never}]
     assert run_page(page, how, commands) == []
+
+
+# --- the notebook ---
+
+NOTEBOOK = ROOT / "docs" / "quickstart.ipynb"
+PLACE = 'WORK = ROOT / "runs" / "quickstart"'
+
+
+def test_it_has_no_outputs_and_links_pages_that_exist() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert (cell.outputs, cell.execution_count) == ([], None)
+        else:
+            assert dead_links("docs/quickstart.ipynb", cell.source) == []
+
+
+@pytest.mark.slow
+def test_it_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    (cell,) = (cell for cell in notebook.cells if PLACE in cell.source)
+    cell.source = cell.source.replace(PLACE, f"WORK = Path({str(tmp_path)!r})")
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    outputs = [str(output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("data:image/png" in output for output in outputs) == 3
+    assert any("finished at step 20" in output for output in outputs)
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert (tmp_path / "features" / "features.parquet").is_file()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,9 @@ import pytest
 from data_setup import expand
 from tests.data_setup.test_expand import OCT, make_zip, tree_of
 from tests.support.cloud_proxy import FAULTS, RESET, STALL, Proxy, Schedule, fault_proxy, seeded
-from tests.support.cloud_servers import BUCKET, gcs_server
+from tests.support.cloud_servers import BUCKET, gcs_server, log_in
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.storage import clients as cloud
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +38,7 @@ WHOLE = {name: data for files in ARCHIVES.values() for name, data in files.items
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, gcs_server() as endpoint:
-        for name in list(os.environ):
-            if name.startswith(("GOOGLE_", "STORAGE_EMULATOR")):
-                patch.delenv(name)
-        patch.setattr(cloud, "POLICY", replace(cloud.POLICY, first_wait_s=0.01, read_timeout_s=5))
+        log_in(patch, first_wait_s=0.01, read_timeout_s=5)
         yield endpoint
 
 

@@ -6,7 +6,6 @@ plain torch stands where PyTorch/XLA would take a TPU.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from pretraining.run import open_rows
 from pretraining.train import train
 from tests.support.launcher_factory import Pod, copy_tree, wait_for
 from tests.support.pipeline_factory import SMOKE, WITH_WANDB, pipeline_config, pipeline_overrides
-from tests.support.process_factory import is_running, losses, steps_logged
+from tests.support.process_factory import free_port, is_running, losses, steps_logged
 from tests.support.wandb_reader import run_ids
 from utils.checkpoint import list_steps
 from utils.config.load import load_config
@@ -79,9 +78,7 @@ def pod(folder: Path) -> Iterator[Pod]:
 
 
 def choose_port(pod: Pod) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        (pod.folder / "port").write_text(str(server.getsockname()[1]))
+    (pod.folder / "port").write_text(str(free_port()))
 
 
 def test_four_workers_are_one_run_that_stops_and_resumes(folder: Path, pod: Pod) -> None:

@@ -20,7 +20,7 @@ from data_setup.order import DataOrder
 from data_setup.store.reader import PreparedStore
 from pretraining.run import open_rows
 from tests.support.cloud_proxy import Proxy, fault_proxy
-from tests.support.cloud_servers import BUCKET, s3_server
+from tests.support.cloud_servers import BUCKET, log_in, s3_server
 from tests.support.pipeline_factory import WITH_WANDB, pipeline_config
 from tests.support.process_factory import (
     PLANTED,
@@ -232,9 +232,7 @@ def fill(path: Path) -> None:
 def proxy() -> Iterator[Proxy]:
     """S3 whose failures are ours to decide."""
     with s3_server() as upstream, fault_proxy(upstream) as proxy, pytest.MonkeyPatch.context() as patch:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            patch.setenv(name, "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        log_in(patch)
         yield proxy
 
 

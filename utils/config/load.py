@@ -28,58 +28,31 @@ from utils.config.schema import Config, StorageOptions, TrainConfig, keys_with, 
 from utils.config.written import one_line, read_file, read_words
 from utils.errors import ConfigError
 
-# Keys that went, which configurations of older runs still have: the values of each with which a run is the
-# same without it.
+
+def _gone(section: str, **same: Any) -> dict[str, tuple[Any, ...]]:
+    """Keys of a section that went, with the value of each with which a run is the same without it."""
+    return {f"{section}.{name}": (value,) for name, value in same.items()}
+
+
+# Keys that went, which configurations of older runs still have.
 GONE_KEYS: dict[str, tuple[Any, ...]] = {
-    "data.storage_options.profile": (None,),
-    "eval.batch_size": (16,),
-    "method.covariance_weight": (0.1,),
-    "augment.flip_w_prob": (0.5,),
-    "augment.gain": (0.2,),
-    "augment.gamma": (0.3,),
-    "augment.intensity_prob": (0.8,),
-    "augment.noise_std": (0.1,),
-    "augment.rotate_dw_deg": (10.0,),
-    "augment.rotate_hw_deg": (3.0,),
-    "augment.scale_range": ([0.9, 1.1],),
-    "augment.shift_fraction": (0.05,),
-    "data.data_timeout_s": (600.0,),
-    "data.drop_last": (True,),
-    "data.persistent_workers": (True,),
-    "data.pin_memory": (False,),
-    "data.prefetch_factor": (2,),
-    "finetune.label_smoothing": (0.0,),
-    "finetune.lora_rank": (None,),
-    "finetune.mixup": (0.0,),
-    "finetune.unfreeze_at_epoch": (0,),
-    "method.ascan_weight": (0.0,),
-    "method.centre_places": (False,),
-    "method.context": (None,),
-    "method.context_weight": (0.0,),
-    "method.covariance_ramp": (0.0,),
-    "method.loss": (None,),
+    **_gone("augment", flip_w_prob=0.5, gain=0.2, gamma=0.3, intensity_prob=0.8, noise_std=0.1),
+    **_gone("augment", rotate_dw_deg=10.0, rotate_hw_deg=3.0, scale_range=[0.9, 1.1], shift_fraction=0.05),
+    **_gone("data", data_timeout_s=600.0, drop_last=True, persistent_workers=True, pin_memory=False),
+    **_gone("data", prefetch_factor=2),
+    **_gone("data.storage_options", profile=None),
+    **_gone("eval", batch_size=16),
+    **_gone("finetune", label_smoothing=0.0, lora_rank=None, mixup=0.0, unfreeze_at_epoch=0),
+    **_gone("method", ascan_weight=0.0, centre_places=False, context=None, context_weight=0.0, loss=None),
+    **_gone("method", covariance_ramp=0.0, covariance_weight=0.1, neighbour_places="all", pixel_weight=0.0),
+    **_gone("method", predictor=None, predictor_weight=1.0, target_layers=None),
     "method.mae_target": (None, "normalised"),
-    "method.neighbour_places": ("all",),
-    "method.pixel_weight": (0.0,),
-    "method.predictor": (None,),
-    "method.predictor_weight": (1.0,),
-    "method.target_layers": (None,),
-    "optim.extend": (None,),
-    "optim.use_scheduler": (True,),
-    "probe.bootstrap_samples": (2000,),
-    "probe.random_init_seeds": (3,),
-    "run.stall_timeout_s": (1800.0,),
-    "task.event_column": (None,),
-    "task.time_column": (None,),
-    "train.grad_accum_steps": (None,),
-    "train.max_bad_steps": (10,),
-    "train.shard_parameters": (False,),
-    "train.val_fraction": (0.1,),
-    "wandb.artifacts": ("best",),
-    "wandb.group": (None,),
-    "wandb.images_every_steps": (1000,),
-    "wandb.name": (None,),
-    "wandb.tags": (None,),
+    **_gone("optim", extend=None, use_scheduler=True),
+    **_gone("probe", bootstrap_samples=2000, random_init_seeds=3),
+    **_gone("run", stall_timeout_s=1800.0),
+    **_gone("task", event_column=None, time_column=None),
+    **_gone("train", grad_accum_steps=None, max_bad_steps=10, shard_parameters=False, val_fraction=0.1),
+    **_gone("wandb", artifacts="best", group=None, images_every_steps=1000, name=None, tags=None),
 }
 # Keys that went, and the key that has their value now: several where they never had different ones.
 RENAMED_KEYS = {

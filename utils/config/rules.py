@@ -25,7 +25,6 @@ def check_rules(cfg: Config, where: str) -> None:
         _check_names(cfg.task)
         _check_method(cfg.method)
         _check_masks(cfg.method, recipe_of(cfg.method))
-        _check_neighbours(cfg.method, recipe_of(cfg.method))
         _check_head(cfg)
         _check_decoders(cfg)
     except ConfigError as error:
@@ -131,7 +130,7 @@ def _check_method(method: MethodConfig) -> None:
 
 
 def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
-    """Each way of drawing targets needs its own keys, and none of the other way's."""
+    """Each way of drawing targets needs only its own keys; the loss of neighbours is of visible tokens."""
     name = method.recipe
     is_uniform = "blocks" not in recipe.masks or ("uniform" in recipe.masks and method.mask_ratio is not None)
     needed: tuple[str, ...] = ("mask_ratio",) if is_uniform else BLOCK_KEYS
@@ -157,10 +156,6 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
         room = 1 - (method.context_ratio or 0)
         text = f"at most 1 - context_ratio = {room:g}"
         _require(family.scale <= room, f"{key}.scale", text, family.scale)
-
-
-def _check_neighbours(method: MethodConfig, recipe: Recipe) -> None:
-    """The loss of neighbours is of visible tokens."""
     _require(
         method.neighbour_weight == 0 or recipe.hidden != "targets",
         "method.neighbour_weight",
@@ -198,16 +193,9 @@ def _check_decoders(cfg: Config) -> None:
     _require(
         head.voxels == needed, "head.voxels", f"{needed} with head.kind {head.kind}".lower(), head.voxels
     )
-    _check_trained_with_decoder(cfg, kind)
-
-
-def _check_trained_with_decoder(cfg: Config, kind: str) -> None:
-    """An encoder that moves with its decoder is trained on whole volumes."""
-    if cfg.finetune.encoder == "frozen":
-        return
     planes, size = cfg.grid[0], cfg.train.global_batch_size
-    _require(
-        size % planes == 0,
+    _require(  # an encoder that moves with its decoder is trained on whole volumes
+        finetune.encoder == "frozen" or size % planes == 0,
         "train.global_batch_size",
         f"a multiple of {planes}, the planes of a volume, {kind} and finetune.encoder=trained",
         size,

@@ -22,7 +22,7 @@ from utils.report.health import health
 from utils.report.overview import overview
 from utils.report.page import render
 from utils.report.pictures import png
-from utils.report.run_files import ARMS, NO_EVALUATION, Run, read_run, results
+from utils.report.run_files import ARMS, Run, read_run, results
 from utils.report.tables import DIGITS, file_digest
 from utils.tables import number
 from utils.terminal import say
@@ -57,8 +57,7 @@ def summary(run: Run) -> list[tuple[str, str]]:
     if probe:
         texts = [f"{arm.replace('_', ' ')} {number(probe[arm]['balanced_accuracy'])}" for arm in ARMS]
         lines.append(("classes", f"balanced accuracy: {', '.join(texts)}; {probe['n_participants']} people"))
-    verdict = (out["evaluation"] or {"verdict": NO_EVALUATION})["verdict"]
-    lines.append(("verdict", verdict.partition(" (")[0]))  # the report has the interval
+    lines.append(("verdict", run.verdict.partition(" (")[0]))  # the report has the interval
     if out["seconds"]:
         lines.append(("seconds", ", ".join(f"{k} {v:.0f}" for k, v in out["seconds"].items())))
     return lines

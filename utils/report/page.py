@@ -1,14 +1,14 @@
 """The report as one HTML page: scripts, style and pictures inside, nothing fetched.
 
 In: runs (utils.report.run_files). Out: HTML text. The templates hold the layout and all words that do not
-depend on the runs; assets/ has the style and the script, the package plotly its plotly.js.
+depend on the runs; assets/ has the style and the script, the package plotly its plotly.js. The curves are
+data for it: each chart once, every run in it; MAIN charts stand open in the page, others behind a fold.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from matplotlib.colors import to_hex
 from plotly.offline import get_plotlyjs
 
 from utils.report import pictures
-from utils.report.charts import charts_of
-from utils.report.health import Health, health
+from utils.report.health import health
 from utils.report.overview import figures_of
-from utils.report.run_files import NO_EVALUATION, Run, findings, step_shares
+from utils.report.run_files import TASK_SCORES, Points, Run, findings, step_shares
 from utils.report.tables import (
     cell,
     data_tables,
@@ -40,25 +39,94 @@ HERE = Path(__file__).parent
 TEMPLATES = Environment(loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined)
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
-
-@dataclass(frozen=True)
-class Part:
-    """What the page says of one run."""
-
-    run: Run
-    name: str
-    number: int
-    health: Health
-    pictures: Sequence[str]  # of utils.report.overview
-    findings: Sequence[str]
-    verdict: str  # of the evaluation
-    truth: Sequence[Table]  # of a phantom
-    evaluated: Sequence[Table]  # an evaluation, leaderboard, layers
-    step: Table  # without rows where no times were logged
-    data: Sequence[Table]
-    check: str  # the verdict on the tree; empty where it was not checked
-    seconds: Table
-    versions: Table
+MAX_POINTS = 1500  # of a curve; longer ones are thinned, first and last point kept
+# title, metric keys, what it means
+CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "Score of the task, on validation",
+        TASK_SCORES,
+        "Of participants, eyes or volumes as task.unit says; the best epoch is the one that is kept.",
+    ),
+    (
+        "Loss",
+        ("train/loss", "val/loss"),
+        "In pre-training a low loss proves nothing: the target moves with the encoder.",
+    ),
+    (
+        "Skill",
+        ("val/skill_position", "val/skill_mean"),
+        "1 - loss / loss of the best constant, in validation: one target encoder for all, fitted on half of "
+        "the participants, scored on the others. Only skill_position counts as learning: its constant is the "
+        "best vector for each token position.",
+    ),
+    (
+        "Skill in training, a moving estimate",
+        ("train/skill_position", "train/skill_mean"),
+        "The same of single batches, against targets of the steps before: too good while the target moves "
+        "fast. It decides nothing.",
+    ),
+    (
+        "Leak",
+        ("val/leak",),
+        "How far a prediction moves when nothing but the voxels of its targets changes; above 0 by more than "
+        "rounding, the prediction sees its targets.",
+    ),
+    (
+        "RankMe",
+        ("val/rankme", "train/rankme"),
+        "Effective number of feature directions in use, of the target encoder (val) and the context encoder "
+        "(train); a fall means collapse. Before step 1 val/rankme is of fewer volumes.",
+    ),
+    (
+        "LiDAR",
+        ("val/lidar",),
+        "Effective number of directions in which volumes differ by more than their masks make them differ.",
+    ),
+    (
+        "Validation probe",
+        ("val/probe", "val/ridge"),
+        "Balanced accuracy of kNN and of a ridge classifier, from training to official val participants; kNN "
+        "selects best_probe.pt.",
+    ),
+    (
+        "Shortcuts",
+        ("val/knn_device", "val/ridge_device", "val/knn_laterality", "val/ridge_laterality"),
+        "The same probes on the scanner and on the eye: what features tell that nobody asked for.",
+    ),
+    ("Feature std", ("train/feature_std",), "Spread of the context features; near zero is collapse."),
+    (
+        "Share of the volume",
+        ("train/volume_share",),
+        "What the position does not tell of the targets; near zero: they hold nothing else.",
+    ),
+    (
+        "Penalty to prediction",
+        ("train/penalty_to_prediction",),
+        "Norms of the two gradients at the encoder's output; far above 1 the penalty teaches.",
+    ),
+    ("Neighbour loss", ("train/neighbour_loss",), "Of the voxels at and beside each token that is seen."),
+    ("Size of an update", ("train/update_ratio",), "Norm of the last update / norm of the weights."),
+    ("Lag of the target", ("ema/drift",), "Norm of encoder - target / norm of the target."),
+    ("Learning rate", ("train/lr",), "A function of the optimizer step; it never restarts."),
+    ("Gradient norm", ("train/grad_norm",), "Before clipping."),
+    ("Target momentum", ("train/ema_momentum",), "Share of the target encoder that each step keeps."),
+    ("Initial weights in the target", ("ema/init_weight",), "Product of the momenta so far."),
+    ("Volumes per second", ("perf/volumes_per_s",), "Of the whole step, data included."),
+    (
+        "Time for validation",
+        ("perf/validation_fraction",),
+        "Share of the time since this start of the run; val.max_volumes, probe.max_volumes and "
+        "train.val_every_steps set it.",
+    ),
+    (
+        "Work for gauges",
+        ("perf/gauges_fraction",),
+        "Counted operations of LiDAR, the check for leaks and the probes, as a share of all.",
+    ),
+    ("Waiting for data", ("perf/data_wait_fraction",), "Share of the time; near zero: the loader keeps up."),
+    ("Model FLOPs utilisation", ("perf/mfu",), "Counted operations a second / the device's peak."),
+)
+MAIN = 10  # the first of CHARTS, which tell learning from collapse
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -71,7 +139,7 @@ def render(runs: Sequence[Run]) -> str:
         policy=POLICY,
         is_synthetic=all(run.is_synthetic for run in runs),
         is_one_store=all(run.prepared == runs[0].prepared for run in runs),
-        numbers=numbers_table(runs, names, [part.health for part in parts]),
+        numbers=numbers_table(runs, names, [part["health"] for part in parts]),
         differences=differences(runs, names) if len(runs) > 1 else None,
         colours={"context": to_hex(pictures.CONTEXT_RGB), "target": to_hex(pictures.TARGET_RGB)},
         data=script_data(content_of(runs, names)),
@@ -98,24 +166,49 @@ def content_of(runs: Sequence[Run], names: Sequence[str]) -> dict[str, Any]:
     return {"runs": list(names), "charts": charts_of(runs), "volumes": volumes}
 
 
-def part_of(run: Run, name: str, number: int) -> Part:
-    """The texts and tables of one run."""
-    return Part(
-        run=run,
-        name=name,
-        number=number,
-        health=health(run.series, run.alarms, run.not_finite),
-        pictures=[pictures.png_data(figure, 100) for figure in figures_of(run)],
-        findings=findings(run),
-        verdict=_verdict(run),
-        truth=truth_tables(run.truth) if run.truth else [],
-        evaluated=_evaluated(run),
-        step=Table("a training step", ["part", "share of the time, median"], step_shares(run)),
-        data=data_tables(run.prepared),
-        check=check_sentence(run.checked) if run.checked else "",
-        seconds=Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
-        versions=Table("versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True),
-    )
+def charts_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The charts of which some run logged a metric: title, caption, is_main, and a curve for each run and
+    metric (run: its number, x: optimizer steps, y: values).
+    """
+    charts = []
+    for number, (title, keys, caption) in enumerate(CHARTS):
+        curves = [
+            {"run": place, "name": key, **_columns(run.series[key])}
+            for place, run in enumerate(runs)
+            for key in keys
+            if key in run.series
+        ]
+        if curves:
+            charts.append({"title": title, "caption": caption, "is_main": number < MAIN, "curves": curves})
+    return charts
+
+
+def _columns(points: Points) -> dict[str, list[float]]:
+    """Steps and values with six digits; every n-th point of a long curve, and its last."""
+    stride = -(-len(points) // MAX_POINTS)
+    kept = points[::stride] + ([points[-1]] if (len(points) - 1) % stride else [])
+    return {"x": [step for step, _ in kept], "y": [float(f"{value:.6g}") for _, value in kept]}
+
+
+def part_of(run: Run, name: str, number: int) -> dict[str, Any]:
+    """What the page says of one run: its texts and tables."""
+    return {
+        "run": run,
+        "name": name,
+        "number": number,
+        "health": health(run.series, run.alarms, run.not_finite),
+        "pictures": [pictures.png_data(figure, 100) for figure in figures_of(run)],
+        "findings": findings(run),
+        "truth": truth_tables(run.truth) if run.truth else [],
+        "evaluated": _evaluated(run),
+        "step": Table("a training step", ["part", "share of the time, median"], step_shares(run)),
+        "data": data_tables(run.prepared),
+        "check": check_sentence(run.checked) if run.checked else "",
+        "seconds": Table("seconds per stage", ["", ""], [(k, f"{v:.1f}") for k, v in run.seconds.items()]),
+        "versions": Table(
+            "versions", ["", ""], [(k, cell(v)) for k, v in run.provenance.items()], is_text=True
+        ),
+    }
 
 
 def check_sentence(report: Mapping[str, Any]) -> str:
@@ -151,19 +244,11 @@ def _shown(paths: list[Path]) -> list[Path]:
 
     File names sort by step, then row: step_{step}_row_{row}.npz.
     """
-    last = [p for p in paths if _step_part(p) == _step_part(paths[-1])]
+    last = [p for p in paths if p.stem.partition("_row_")[0] == paths[-1].stem.partition("_row_")[0]]
     return last + [p for p in paths[:1] if p not in last]
-
-
-def _step_part(path: Path) -> str:
-    return path.stem.partition("_row_")[0]
 
 
 @cache
 def asset(name: str) -> Markup:
     """A file of assets/, to stand in a page as it is."""
     return Markup((HERE / "assets" / name).read_text(encoding="utf-8"))
-
-
-def _verdict(run: Run) -> str:
-    return (run.evaluation or {"verdict": NO_EVALUATION})["verdict"]

@@ -68,6 +68,11 @@ class Run:
         return bool(self.prepared["synthetic"])
 
     @property
+    def verdict(self) -> str:
+        """Of the evaluation."""
+        return (self.evaluation or {"verdict": NO_EVALUATION})["verdict"]
+
+    @property
     def is_finetuning(self) -> bool:
         return any(name in self.series for name in TASK_SCORES)
 

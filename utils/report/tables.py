@@ -156,7 +156,8 @@ def data_tables(prepared: dict[str, Any]) -> list[Table]:
     rejected = sorted(prepared["rejected"].items(), key=lambda item: -item[1])
     files = prepared.get("rejected_files", {})  # stores of before it was written have none
     header = ["reason of rejection", "volumes", *(["first files"] if files else [])]
-    rows = [[reason, str(n), *([_digests(files.get(reason, []))] if files else [])] for reason, n in rejected]
+    first = {reason: ", ".join(map(file_digest, files.get(reason, []))) or "-" for reason, _ in rejected}
+    rows = [[reason, str(n), *([first[reason]] if files else [])] for reason, n in rejected]
     tables = [
         Table(
             f"{prepared['kept']} volumes kept, {sum(prepared['rejected'].values())} rejected",
@@ -188,10 +189,6 @@ def quality_tables(prepared: Mapping[str, Any]) -> list[Table]:
     names = [key.replace("_", " ") for key in of_all]
     rows = [[name, *map(cell, part.values())] for name, part in groups.items() if part]
     return [Table("quality of the scans", ["", *names], rows, QUALITY_NOTE, is_text=True)]
-
-
-def _digests(paths: Sequence[str]) -> str:
-    return ", ".join(map(file_digest, paths)) or "-"
 
 
 def _group_row(name: str, group: Mapping[str, Any]) -> list[str]:

@@ -19,11 +19,10 @@ import numpy as np
 from PIL import Image
 
 from utils import storage
-from utils.report.pictures import Snapshot, load_snapshot, pca_colours
+from utils.report.pictures import feature_colours, load_snapshot, token_kinds
 
 MAX_PIXELS = 6_000_000  # of a sheet; larger volumes are drawn smaller
 JPEG_QUALITY = 88
-OUTSIDE, CONTEXT, TARGET, NEITHER = range(4)  # of a token
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,10 @@ def load_layers(path: Path) -> LayersPicture:
 def volume_of_snapshot(path: Path, run: str) -> dict[str, Any]:
     """A volume as training saw it, with its masks and the components of its features."""
     snapshot = load_snapshot(path)
-    d, h, w = snapshot.grid
-    valid_DHW = (snapshot.valid > 0).reshape(d, h, w)
-    features_DHWE = snapshot.features.reshape(d, h, w, -1)
-    colours, shares = pca_colours(features_DHWE, valid_DHW)
-    count_DW1 = valid_DHW.sum(axis=1)[..., None]
-    columns_DWE = (features_DHWE * valid_DHW[..., None]).sum(axis=1) / np.maximum(count_DW1, 1)
-    enface, _ = pca_colours(columns_DWE, count_DW1[..., 0] > 0)
+    colours, enface, shares = feature_colours(snapshot)
     return _scan(snapshot.volume, snapshot.spacing) | {
         "title": f"{run}: {snapshot.title}",
-        "grid": [d, h, w],
+        "grid": list(snapshot.grid),
         "patch": list(snapshot.patch),
         "masks": _bytes(token_kinds(snapshot)),
         "features": _bytes(np.round(255 * colours)),
@@ -98,15 +91,6 @@ def volume_of_layers(path: Path, run: str) -> dict[str, Any]:
         for name, predicted, truth in zip(picture.names, picture.predicted, picture.truth, strict=True)
     ]
     return _scan(picture.volume, picture.spacing) | {"title": f"{run}: {picture.title}", "surfaces": surfaces}
-
-
-def token_kinds(snapshot: Snapshot) -> np.ndarray:
-    """OUTSIDE the scan, CONTEXT, TARGET or NEITHER for every token [N]; padding fills slots of both sets."""
-    kinds = np.full(len(snapshot.valid), NEITHER)
-    kinds[snapshot.context] = CONTEXT
-    kinds[snapshot.target] = TARGET
-    kinds[snapshot.valid == 0] = OUTSIDE
-    return kinds
 
 
 def _scan(volume_DHW: np.ndarray, spacing: tuple[float, float, float]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from utils import storage
 from utils.checkpoint import CheckpointWriter, num_bytes, wait_together
 from utils.config.schema import Config
-from utils.run.history import NO_CHECKPOINT_YET, history_files, history_url
+from utils.run.folder import NO_CHECKPOINT_YET, history_files, history_url
 from utils.run.lease import Lease
 from utils.runtime.single import Runtime
 

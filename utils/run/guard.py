@@ -18,11 +18,10 @@ from utils.log import log_failure, setup_logging
 from utils.run.folder import last_good
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime import patience
-from utils.runtime.leave import leave
 from utils.runtime.open import open_runtime, refuse_idle_tpu, report_opened
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime, StopRequested, is_out_of_memory
-from utils.runtime.watchdog import Watchdog
+from utils.runtime.watchdog import Watchdog, leave
 
 log = logging.getLogger(__name__)
 Loop = Callable[[Runtime, ExitStack], int]

@@ -2,7 +2,7 @@
 
 Only the first process writes. `metrics.jsonl` holds one JSON object per line: "step" and the metrics of that
 step. A resumed run drops the lines after its checkpoint, so the file is the same as without the interruption
-(utils/run/history.py).
+(utils/run/folder.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from utils.config.schema import Config
-from utils.dashboards.pictures import pixels
-from utils.dashboards.tensorboard import TensorBoardWriter
-from utils.dashboards.weights_and_biases import WandbWriter, start_wandb
-from utils.dashboards.writer import WANDB_ID, Writer
+from utils.dashboards import WANDB_ID, TensorBoardWriter, WandbWriter, Writer, start_wandb
 from utils.log import LineFile, log_to_file
-from utils.run.folder import claim_run_dir
-from utils.run.history import LOG, METRICS, bring_back, save_last_words
+from utils.report.pictures import pixels
+from utils.run.folder import LOG, METRICS, bring_back, claim_run_dir, save_last_words
 from utils.run.line import TrainingLine
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested

@@ -4,7 +4,8 @@ In: tensors and plain values of this process. Out: those of all processes. `ALON
 everything back as it is, so the training loop has one path. `join` makes a `ProcessGroup` where torchrun (or
 what else sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) started more than one: gloo between CPUs and for
 what is on the host, NCCL between GPUs. `join_hosts` makes a `HostGroup` of the hosts of a TPU. Every process
-calls the same methods in the same order.
+calls the same methods in the same order. What they tell each other is JSON and tensors, not pickle: a message
+can be wrong, but it is never run as code.
 
 A process that ends leaves closed connections, and the others notice within seconds; one that hangs is given
 `timeout_s`. Either way they raise LostPeer, with the last words of the lost process if it had any.
@@ -12,11 +13,12 @@ A process that ends leaves closed connections, and the others notice within seco
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -28,14 +30,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, TransientError
-from utils.runtime.messages import decode, encode
-from utils.storage.retry import describe
+from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, TransientError, UserError
+from utils.storage.errors import describe
 
 log = logging.getLogger(__name__)
 HOSTS_PORT = 29500  # as torchrun's
 BUCKET_BYTES = 32 * 2**20  # tensors travel in flat pieces of about this size
 FAREWELL_S = 5.0  # longer than the others need to notice that a process has left
+DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    )
+}
 _T = TypeVar("_T")
 
 
@@ -301,6 +309,53 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def encode(value: Any) -> tuple[bytes, list[Tensor]]:
+    """The value as JSON, and its tensors on the host: plain values (None, bool, int, float, str), tensors,
+    and lists, tuples and dictionaries of them; raises TypeError for any other type.
+    """
+    tensors: list[Tensor] = []
+    return json.dumps(_to_form(value, tensors)).encode(), tensors
+
+
+def decode(data: bytes, sender: str) -> tuple[Any, list[Tensor]]:
+    """The value, its tuples as lists, and its tensors, which are still to be filled; raises UserError for
+    what is no message.
+    """
+    tensors: list[Tensor] = []
+    try:
+        return _of_form(json.loads(data), tensors), tensors
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"{sender}: expected a message of this program, found {len(data)} other bytes; every process has "
+            "to run the same version, and nobody else may reach their ports"
+        ) from error
+
+
+def _to_form(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous())
+        return {"tensor": [str(value.dtype), list(value.shape)]}
+    if isinstance(value, Mapping):  # as pairs, since JSON's own keys are texts alone
+        return {"items": [[key, _to_form(part, tensors)] for key, part in value.items()]}
+    if isinstance(value, list | tuple):
+        return [_to_form(part, tensors) for part in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"expected tensors and plain values, found {type(value).__name__}")
+
+
+def _of_form(form: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(form, list):
+        return [_of_form(part, tensors) for part in form]
+    if not isinstance(form, dict):
+        return form
+    if "items" in form:
+        return {key: _of_form(part, tensors) for key, part in form["items"]}
+    dtype, shape = form["tensor"]
+    tensors.append(torch.empty(shape, dtype=DTYPES[dtype]))
+    return tensors[-1]
 
 
 def join(device: torch.device, timeout_s: float) -> Group:

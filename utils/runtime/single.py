@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from utils.errors import EXIT_INTERRUPTED, UserError
-from utils.runtime.leave import leave
 from utils.runtime.processes import ALONE, Group
-from utils.runtime.watchdog import Watchdog
+from utils.runtime.watchdog import Watchdog, leave
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

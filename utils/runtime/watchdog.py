@@ -2,24 +2,42 @@
 
 In: the phases that a run goes through, as they begin. Out: where one takes longer than the limit, the stacks
 of all threads on stderr, a line in the log, and exit code 75. Waits that nothing else bounds are a device
-that does not answer, and a collective whose peer is silent but there.
+that does not answer, and a collective whose peer is silent but there. Nor does `leave` wait: a normal end
+runs exit handlers that wait for threads and devices, without limit where a collective of a lost process is
+still queued (PyTorch/XLA, NCCL).
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import logging
 import math
+import os
+import sys
 import threading
 import time
 from types import TracebackType
+from typing import NoReturn
 
 from utils.errors import EXIT_TRY_AGAIN
-from utils.runtime.leave import leave
 
 log = logging.getLogger(__name__)
 STDERR = 2
+SHOW_CURSOR = "\x1b[?25h"
 GRACE_S = 10.0  # for the log's last line; the thread that hangs may hold its lock
+
+
+def leave(code: int) -> NoReturn:
+    """Flush the logs and end this process now, with this exit code."""
+    with contextlib.suppress(OSError, ValueError):  # a console that is gone, or was closed
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        if sys.stderr.isatty():
+            sys.stderr.write(SHOW_CURSOR)  # a live line hides it
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 class Watchdog:

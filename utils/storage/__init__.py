@@ -2,10 +2,9 @@
 
 A URL is a local path (no scheme), or gs://, s3://, memory:// ... . Credentials come from the environment
 (gcloud or GOOGLE_APPLICATION_CREDENTIALS, the AWS variables), never from a URL; options hold an endpoint. A
-write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a
-bucket by one request. Several processes may write the same object; the last one stays. Requests to a bucket
-are repeated (clients.py, retry.py); a failure that stays is a `StorageError` with the URL and what to do
-(errors.py).
+write appears whole or not at all: on a disk by a temporary name, fsync and rename, in a bucket by one
+request. Several processes may write the same object; the last one stays. Requests to a bucket are repeated by
+clients.py and errors.py; a failure that stays is a `StorageError` with the URL and what to do.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageAwayError as StorageAwayError
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
-from utils.storage.errors import missing_bucket, named_errors, split_scheme
+from utils.storage.errors import has_login, missing_bucket, named_errors, redact, split_scheme
 from utils.storage.local_writes import PARTIAL_SUFFIX as PARTIAL_SUFFIX
 from utils.storage.local_writes import (
     link_once,
@@ -44,7 +43,6 @@ from utils.storage.local_writes import (
     unique_partial,
     write_new,
 )
-from utils.storage.retry import has_login, redact
 
 log = logging.getLogger(__name__)
 _NAMED = 3  # paths of a warning

@@ -1,7 +1,7 @@
 """The clients of gs:// and s3://, with our one retry layer at every HTTP request.
 
 gcsfs repeats a request 6 times with fixed waits, names no object and waits for a stalled server forever; the
-retries of s3fs (5) and botocore (5) multiply to 25. Here a client makes one attempt and retry.py repeats it.
+retries of s3fs (5) and botocore (5) multiply to 25. Here a client makes one attempt and errors.py repeats it.
 An answer counts only when it is whole: it has its Content-Length and the checksum that the server gives. A
 whole object is uploaded in one request, so a repeated upload replaces it, and nobody ever sees a part of it.
 
@@ -24,14 +24,12 @@ from urllib.parse import quote
 import fsspec
 
 from utils.storage.chunks import Chunks
-from utils.storage.retry import IntegrityError, RetryPolicy, with_retries
+from utils.storage.errors import IntegrityError, RetryPolicy, with_retries
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 POLICY = RetryPolicy()
-# The classes below build on private names of theirs: raise these, and the requirements, once the tests pass.
-VERSIONS = {"gcsfs": ">=2025.3,<2026.11", "s3fs": ">=2025.3,<2026.10"}
 _RETRY_CODES = {408, 429, 500, 502, 503, 504}
 _PIECE = 2**20  # bytes; google_crc32c takes no memoryview
 _LARGEST_PUT = 5 * 2**30 - 1  # bytes; S3 takes no more in one request

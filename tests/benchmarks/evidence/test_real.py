@@ -201,7 +201,7 @@ def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
-    """The reference is trained; the controls have been scored (test_queue.py trains them)."""
+    """The reference is trained; the controls have been scored (test_arms.py trains them)."""
     cfg = arm_config(arm_by_name("vjepa2"), 0, 2, tmp_path, GEOMETRY)
     make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
     truth, rng = read_truth(tmp_path), np.random.default_rng(0)

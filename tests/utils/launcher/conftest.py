@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.launcher_factory import Pod
+from tests.support.launcher_factory import CONFIG, Pod
 from tests.support.pipeline_factory import ROOT
 from tests.support.process_factory import is_running
-from tests.utils.launcher.launching import CONFIG
 
 # Stands where .venv/bin/python would: each command of the launcher, in a way that a test can see. SIGTERM is
 # taken as training takes it; what is deaf to it has a process that outlives it.

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launcher_factory import Pod, git
+from tests.support.launcher_factory import CONFIG, OVERRIDES, Pod, git, launch, lines
 from tests.support.pipeline_factory import ROOT
-from tests.utils.launcher.launching import CONFIG, OVERRIDES, launch, lines
 
 SCRIPTS = [ROOT / "run_tpu_xla.sh", ROOT / "utils" / "tpu_worker.sh", ROOT / ".ci" / "run"]
 

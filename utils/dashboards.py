@@ -1,8 +1,13 @@
-"""Weights & Biases: one run of rank 0, on the clock of the optimizer step.
+"""Where a run's numbers can be watched: Weights & Biases, TensorBoard.
 
-In: what utils/run/log.py hands over, and section `wandb` of the configuration. Out: a run on the server, or
-files below run.dir for `wandb sync`. The id of the run is in run.dir and beside the checkpoints, so that a
-resumed run goes on with its curve; of a sweep's agent it is the agent's.
+In: what utils/run/log.py hands over, by optimizer step, and section `wandb` of the configuration. Out: what
+each service shows.
+
+Weights & Biases has one run of rank 0, on its server or as files below run.dir for `wandb sync`. The id of
+the run is in run.dir and beside the checkpoints, so that a resumed run goes on with its curve; of a sweep's
+agent it is the agent's. `log.tensorboard: true` writes run.dir/tensorboard; `tensorboard --logdir runs` shows
+it. That stays on this machine, so pictures of participants may be among it; what came after the checkpoint of
+a resumed run is struck out.
 """
 
 from __future__ import annotations
@@ -14,8 +19,9 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlparse
 
 import numpy as np
@@ -24,14 +30,86 @@ from utils import storage
 from utils.config.keys import keys
 from utils.config.load import flatten
 from utils.config.schema import Config
-from utils.dashboards.writer import WANDB_ID
-from utils.storage.retry import describe
+from utils.errors import UserError
+from utils.storage.errors import describe
 
 log = logging.getLogger(__name__)
+WANDB_ID = "wandb_id.txt"  # of a run directory: the run there that a resumed one goes on with
 INIT_TIMEOUT_S = 30.0  # a start waits so long for Weights & Biases
 FINISH_TIMEOUT_S = 120.0  # and an end, for what is not sent yet
 LOG_IN = "next: wandb login --relogin, or WANDB_API_KEY=KEY, then the same command"
 LATER = "next: check the connection; wandb sync sends the files later"
+
+
+class Writer(Protocol):
+    """One dashboard of a run. No method raises where the dashboard is away: a run outlives it."""
+
+    takes_images: bool  # pictures of volumes may go there
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers after `step` updates."""
+
+    def image(self, step: int, name: str, picture_HWC: np.ndarray) -> None:
+        """A picture, uint8 RGB; ignored where `takes_images` is false."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Something that a person should hear of now."""
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        """The few numbers that stand for the whole run; later ones replace earlier ones."""
+
+    def artifact(self, name: str, url: str) -> None:
+        """A checkpoint, where it may be sent and can be."""
+
+    def close(self, is_failed: bool) -> None:
+        """Write what is left; `is_failed`: an error ended the run."""
+
+
+class TensorBoardWriter:
+    """Writes one run; a full disk costs the rest of its lines and one warning."""
+
+    takes_images = True
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        if find_spec("tensorboard") is None:
+            raise UserError(
+                "log.tensorboard: expected the package tensorboard, found none; pip install tensorboard"
+            )
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: SummaryWriter | None = SummaryWriter(
+            str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else 0
+        )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._add("add_scalar", name, value, step)
+
+    def image(self, step: int, name: str, picture_HWC: np.ndarray) -> None:
+        self._add("add_image", name, picture_HWC, step, dataformats="HWC")
+
+    def alert(self, title: str, text: str) -> None:
+        self._add("add_text", "alert", f"**{title}**: {text}")
+
+    def summary(self, values: Mapping[str, float]) -> None:
+        """Nothing: the newest value of each curve is shown beside it."""
+
+    def artifact(self, name: str, url: str) -> None:
+        """Nothing: checkpoints lie beside it."""
+
+    def close(self, is_failed: bool) -> None:
+        """TensorBoard has no word for a failure; log.txt has."""
+        if self._writer is not None:
+            self._add("close")
+
+    def _add(self, method: str, *values: object, **options: object) -> None:
+        if self._writer is None:
+            return
+        try:
+            getattr(self._writer, method)(*values, **options)
+        except OSError as error:
+            self._writer = None
+            log.warning("TensorBoard files are not written any more, training goes on: %s", error)
 
 
 class WandbWriter:
@@ -118,12 +196,6 @@ def has_api_key(base_url: str) -> bool:
     return entry is not None
 
 
-def shown_config(cfg: Config) -> dict[str, Any]:
-    """The flat configuration, `section.key` -> value, and under `units` the unit of each key that has one."""
-    units = {name: key.unit for name, key in keys().items() if key.unit and "[]" not in name}
-    return {**dict(flatten(cfg)), "units": units}
-
-
 def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
     """The run of Weights & Biases, offline where there is no key or no server; None with mode disabled."""
     if cfg.wandb.mode == "disabled":
@@ -135,6 +207,7 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         text = "wandb.mode: online was asked for, but no API key was found; %s until the next start; %s"
         log.warning(text, "logging offline", LOG_IN)
         mode = "offline"
+    units = {name: key.unit for name, key in keys().items() if key.unit and "[]" not in name}
     begin = partial(
         wandb.init,
         project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
@@ -146,11 +219,12 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         id=_run_id(run_dir),
         resume="allow",
         dir=str(run_dir),
-        config=shown_config(cfg),
+        # flat, and the unit of each key that has one
+        config={**dict(flatten(cfg)), "units": units},
         settings=wandb.Settings(
             console="off",
             silent=True,
-            init_timeout=_init_timeout_s(),
+            init_timeout=float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S)),
             finish_timeout=FINISH_TIMEOUT_S,
             finish_timeout_raises=True,
         ),
@@ -173,8 +247,3 @@ def _run_id(run_dir: Path) -> str:
     if not id_file.exists():
         id_file.write_text(os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4))
     return id_file.read_text().strip()
-
-
-def _init_timeout_s() -> float:
-    """How long a start waits for Weights & Biases."""
-    return float(os.environ.get("WANDB_INIT_TIMEOUT", INIT_TIMEOUT_S))

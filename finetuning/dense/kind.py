@@ -22,7 +22,7 @@ from finetuning.dense.decoder import reads_blocks
 from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import DenseHead, open_dense_head
-from finetuning.dense.layers.planes import Planes
+from finetuning.dense.planes import Planes
 from finetuning.dense.training import Objective, open_volumes, train_head
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.open import open_runtime

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetuning.dense.kind import Kind
 from finetuning.dense.layers.kind import LAYERS
-from finetuning.dense.segmentation.kind import SEGMENTATION
-from finetuning.dense.translation.kind import TRANSLATION
+from finetuning.dense.segmentation import SEGMENTATION
+from finetuning.dense.translation import TRANSLATION
 
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (LAYERS, SEGMENTATION, TRANSLATION)}

@@ -34,7 +34,7 @@ from finetuning.dense.evaluation import Arm
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import GRADER, IMAGE, UNET
 from finetuning.dense.kind import Kind
-from finetuning.dense.segmentation.loss import likeliest
+from finetuning.dense.segmentation import likeliest
 from finetuning.dense.training import train_arm
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.slices import SliceEncoder

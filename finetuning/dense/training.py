@@ -3,7 +3,7 @@
 In: what to train for (`Objective`), volumes of three folds, an encoder for each arm. Out: the best decoder
 of each arm on validation, metrics.jsonl and the line on the terminal. A step reads train.global_batch_size
 planes of the token grid, each of one training volume; an epoch has every plane once. All arms start from the
-same weights and see the same planes in the same order, moved in the same way (finetuning.dense.moves, of the
+same weights and see the same planes in the same order, moved in the same way (finetuning.dense.planes, of the
 decoder that reads voxels at all levels). The steps of a second arm follow those of the first, and its metrics
 have its name before theirs. The same command goes on after a kill, bit for bit on a CPU
 (finetuning.dense.resume).
@@ -34,9 +34,8 @@ from finetuning.cohort.source import Source, check_fit
 from finetuning.dense.decoder import UNETR
 from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
-from finetuning.dense.layers.planes import Planes
-from finetuning.dense.moves import Moves
 from finetuning.dense.moving import Encoder, Moving
+from finetuning.dense.planes import Moves, Planes
 from finetuning.dense.resume import Keeper
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import load_strictly

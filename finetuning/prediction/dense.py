@@ -19,7 +19,7 @@ from data_setup.normalisation import plain_view
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
 from finetuning.dense.layers.volumes import RETINA, layers_of
-from finetuning.dense.translation.kind import draw_slabs
+from finetuning.dense.translation import draw_slabs
 from finetuning.dense.whole import decode
 from finetuning.embedding.stream import batch_of, tokens_of
 from finetuning.embedding.volumes import Volume

@@ -44,10 +44,9 @@ from finetuning.dense.layers.decoder import build_decoder, heights_of, layer_los
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import LAYERS, validation_error
 from finetuning.dense.layers.metrics import boundary_error_um
-from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
-from finetuning.dense.moves import Moves
 from finetuning.dense.on_scan import OnScan
+from finetuning.dense.planes import Moves, Planes
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from finetuning.prediction.files import between

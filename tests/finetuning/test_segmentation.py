@@ -28,10 +28,18 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.dense import kind as kind_module
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
-from finetuning.dense.segmentation.kind import SEGMENTATION, dice, overlap
-from finetuning.dense.segmentation.lesions import count_lesions
-from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
-from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
+from finetuning.dense.segmentation import (
+    IGNORED,
+    SEGMENTATION,
+    ClassPlanes,
+    ClassVolumes,
+    class_weights,
+    count_lesions,
+    dice,
+    overlap,
+    read_volumes,
+    segmentation_loss,
+)
 from finetuning.features.kept import KeptFeatures
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, words
@@ -267,7 +275,7 @@ def test_classes_are_places_inside_the_field(world: Path) -> None:
 
 def test_what_nobody_labelled_is_ignored(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {1: "unlabelled", 2: "GCL", 10: "CHOROID"}
-    monkeypatch.setattr("finetuning.dense.segmentation.volumes.StoredLabels.classes", names)
+    monkeypatch.setattr("finetuning.dense.segmentation.StoredLabels.classes", names)
     volumes = volumes_of(world)
     assert volumes.names == ("GCL", "CHOROID")
     row = int(volumes.of(TRAIN)[0])

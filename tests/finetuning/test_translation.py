@@ -23,10 +23,19 @@ from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
-from finetuning.dense.translation.baseline import StructuralProjection, first_bright_row
-from finetuning.dense.translation.decoder import SlabPlanes, slab_loss, slabs_of
-from finetuning.dense.translation.kind import TRANSLATION, l1, measure, ssim
-from finetuning.dense.translation.volumes import FlowVolumes, read_volumes
+from finetuning.dense.translation import (
+    TRANSLATION,
+    FlowVolumes,
+    SlabPlanes,
+    StructuralProjection,
+    first_bright_row,
+    l1,
+    measure,
+    read_volumes,
+    slab_loss,
+    slabs_of,
+    ssim,
+)
 from finetuning.features.kept import KeptFeatures
 from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint

@@ -28,8 +28,8 @@ from finetuning.dense.kind import Content, Kind, Line, Predictions
 from finetuning.dense.layers.decoder import surface_loss
 from finetuning.dense.layers.etdrs import SECTORS, etdrs_tables
 from finetuning.dense.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
-from finetuning.dense.layers.planes import Planes
 from finetuning.dense.layers.volumes import RETINA, LayerVolumes, read_volumes
+from finetuning.dense.planes import Planes
 from finetuning.features.familiarity import fit_familiarity
 from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
 from utils import storage

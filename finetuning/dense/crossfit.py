@@ -27,12 +27,10 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
 from finetuning.dense.decoder import reads_blocks
-from finetuning.dense.evaluation import Arm, answer, by_person, examine, markdown, open_originals
-from finetuning.dense.examined import Examined
+from finetuning.dense.evaluation import Arm, OnScan, answer, by_person, examine, markdown, open_originals
 from finetuning.dense.folds import count_look, crossed
 from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, UNET, DenseHead
-from finetuning.dense.kind import Kind, Volumes
-from finetuning.dense.on_scan import OnScan
+from finetuning.dense.kind import Examined, Kind, Volumes
 from finetuning.dense.resume import volumes_checksum
 from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
 from finetuning.dense.training import learnt_from

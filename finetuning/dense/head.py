@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.cohort.source import Source
-from finetuning.dense.decoder import UNETR, UnetrDecoder
+from finetuning.dense.decoder import UNETR, UnetrDecoder, build_decoder
 from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.layers.decoder import build_decoder
 from finetuning.dense.resume import volumes_checksum
 from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
 from finetuning.features.yardsticks import WIDE, LocalTokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from finetuning.dense.kind import Kind
-from finetuning.dense.layers.kind import LAYERS
+from finetuning.dense.layers import LAYERS
 from finetuning.dense.segmentation import SEGMENTATION
 from finetuning.dense.translation import TRANSLATION
 

@@ -27,8 +27,8 @@ from torch.utils.data import default_collate
 
 from data_setup.loader import StoredSamples
 from data_setup.normalisation import plain_view
+from finetuning.dense.decoder import heights_of
 from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.layers.decoder import heights_of
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.yardsticks import LocalTokens
 from utils.config.schema import Config

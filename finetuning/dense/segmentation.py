@@ -3,9 +3,9 @@
 In: a store with label volumes (data_setup.prepare --labels). Out: `SEGMENTATION`. A head's file has
 `classes`, name -> stored value. Classes of a row are places among the names: 0 the background, n the n-th
 name, IGNORED outside the acquired field and where the labels say `unlabelled`, which is neither trained nor
-judged. After each epoch the mean Dice of the classes, over the voxels of all validation volumes, decides which
-weights are kept. An evaluation writes segmentation.json, segmentation.md and volumes.parquet (a line for every
-arm, volume and class).
+judged. After each epoch the mean Dice of the classes, over the voxels of all validation volumes, decides
+which weights are kept. An evaluation writes segmentation.json, segmentation.md and volumes.parquet (a line
+for every arm, volume and class).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from data_setup.attach.stored import StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes, chosen_names, in_folds, with_labels
 from finetuning.dense.head import PRETRAINED
-from finetuning.dense.kind import Content, Kind, Line, Predictions
+from finetuning.dense.kind import Content, Examined, Kind, Line, Predictions
 from finetuning.dense.planes import Moves, Planes
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -171,7 +170,7 @@ def class_weights(volumes: ClassVolumes, how: str) -> np.ndarray:
 def count_lesions(
     predicted_DHW: np.ndarray, truth_DHW: np.ndarray, num_classes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(labelled, found, false) lesions of each class [C], as NOTES define them; IGNORED voxels are nobody's."""
+    """(labelled, found, false) lesions of each class [C], as NOTES say; IGNORED voxels are nobody's."""
     known, counts = truth_DHW != IGNORED, np.zeros((3, num_classes), np.int64)
     for place in range(num_classes):
         sides = (truth_DHW == place + 1, known & (predicted_DHW == place + 1))

@@ -34,9 +34,8 @@ from finetuning.cohort.source import Source, check_fit
 from finetuning.dense.decoder import UNETR
 from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
-from finetuning.dense.moving import Encoder, Moving
 from finetuning.dense.planes import Moves, Planes
-from finetuning.dense.resume import Keeper
+from finetuning.dense.resume import Encoder, Keeper, Moving
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.pooled import load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods

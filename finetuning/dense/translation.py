@@ -30,10 +30,9 @@ from data_setup.readers.octa import SLABS
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.cohort.source import Source
-from finetuning.dense.examined import Examined
 from finetuning.dense.folds import DenseVolumes, chosen_names, in_folds, with_labels
 from finetuning.dense.head import DEVICE, PROJECTION, DenseHead, label
-from finetuning.dense.kind import Content, Kind, Line, Predictions
+from finetuning.dense.kind import Content, Examined, Kind, Line, Predictions
 from finetuning.dense.planes import Moves, Planes
 from utils import storage
 from utils.config.schema import Config
@@ -124,7 +123,7 @@ class SlabPlanes(Planes):
 
 
 class StructuralProjection:
-    """Linear projection of the A-scans of the structural scan: ridge regression (scikit-learn) of each slab on
+    """A linear projection of the structural scan: ridge regression (scikit-learn) of each slab on
     structural_features, fitted on the training volumes.
     """
 

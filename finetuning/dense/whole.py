@@ -26,8 +26,8 @@ from data_setup.readers.open_record import open_record
 from data_setup.resample import NEAREST, Resampled, is_nearest, output_spacing, resample_frames, scan_weights
 from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
+from finetuning.dense.decoder import heights_of
 from finetuning.dense.head import Arm
-from finetuning.dense.layers.decoder import heights_of
 from finetuning.embedding.looks import Looks
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.single import Runtime

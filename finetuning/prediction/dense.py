@@ -18,7 +18,7 @@ from data_setup.attach.grid import lay_on_scan, means_on_scan
 from data_setup.normalisation import plain_view
 from finetuning.dense.head import PRETRAINED, DenseHead
 from finetuning.dense.kinds import KINDS
-from finetuning.dense.layers.volumes import RETINA, layers_of
+from finetuning.dense.surfaces import RETINA, Foveas, layers_of, mean_or_none, measured
 from finetuning.dense.translation import draw_slabs
 from finetuning.dense.whole import decode
 from finetuning.embedding.stream import batch_of, tokens_of
@@ -34,7 +34,6 @@ from finetuning.prediction.labels import (
     spacing_of,
 )
 from finetuning.prediction.picture import NOTICE, WRAP, Page, draw
-from finetuning.prediction.thickness import Foveas, mean_or_none, measured
 from models.probes.features import pool_tokens
 from utils.config.schema import Config
 from utils.runtime.single import Runtime

@@ -22,6 +22,7 @@ from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
+from finetuning.dense.surfaces import Foveas, read_foveas
 from finetuning.embedding.scans import Places, Scan, find_scans
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
 from finetuning.embedding.volumes import FileVolumes, Reject, Volume
@@ -34,7 +35,6 @@ from finetuning.prediction.labels import LabelPredictor
 from finetuning.prediction.lines import Line, Lines
 from finetuning.prediction.picture import plain_text
 from finetuning.prediction.study import write_study
-from finetuning.prediction.thickness import Foveas, read_foveas
 from utils import storage
 from utils.config.load import storage_options_of
 from utils.config.schema import Config

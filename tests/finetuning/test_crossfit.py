@@ -25,7 +25,7 @@ from finetuning.dense import training, unet
 from finetuning.dense.folds import DenseVolumes, crossed
 from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, RANDOM, UNET
 from finetuning.dense.kind import Kind
-from finetuning.dense.layers.volumes import read_volumes
+from finetuning.dense.layers import read_volumes
 from finetuning.dense.rivals import between_surfaces, heights
 from models.vit3d import VisionTransformer3D
 from tests.finetuning.test_leaderboard import image_encoder

@@ -36,17 +36,20 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
 from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds, training
-from finetuning.dense.decoder import UnetrDecoder, at_median
-from finetuning.dense.evaluation import ALL, NOT_ASKED, answer, evaluate, markdown
-from finetuning.dense.examined import Examined
+from finetuning.dense.decoder import (
+    UnetrDecoder,
+    at_median,
+    build_decoder,
+    heights_of,
+    layer_loss,
+    surface_loss,
+)
+from finetuning.dense.evaluation import ALL, NOT_ASKED, OnScan, answer, evaluate, markdown
 from finetuning.dense.head import ALONE, MEAN, PRETRAINED, RANDOM, encoder_of
-from finetuning.dense.layers.decoder import build_decoder, heights_of, layer_loss, surface_loss
-from finetuning.dense.layers.etdrs import SECTORS
-from finetuning.dense.layers.kind import LAYERS, validation_error
-from finetuning.dense.layers.metrics import boundary_error_um
-from finetuning.dense.layers.volumes import LayerVolumes, read_volumes
-from finetuning.dense.on_scan import OnScan
+from finetuning.dense.kind import Examined
+from finetuning.dense.layers import LAYERS, LayerVolumes, read_volumes, validation_error
 from finetuning.dense.planes import Moves, Planes
+from finetuning.dense.surfaces import SECTORS, boundary_error_um
 from finetuning.features.kept import KeptFeatures
 from finetuning.features.pooled import random_encoder
 from finetuning.prediction.files import between

@@ -16,9 +16,8 @@ from data_setup.index.visit import visit_date_of
 from data_setup.manifest import unknown_record
 from data_setup.readers.dicom import OCTHeader
 from data_setup.resample import NEAREST
-from finetuning.dense.layers.etdrs import SECTORS
-from finetuning.dense.layers.kind import by_eye
-from finetuning.dense.layers.volumes import layers_of
+from finetuning.dense.layers import by_eye
+from finetuning.dense.surfaces import NOT_GIVEN, SECTORS, layers_of, measured, read_foveas
 from finetuning.embedding.scans import Places, Scan, find_scans, version_of
 from finetuning.embedding.volumes import Reject, ScanFile, Volume
 from finetuning.prediction.agreement import bland_altman, write_agreement
@@ -26,7 +25,6 @@ from finetuning.prediction.cautions import NO_ANSWER
 from finetuning.prediction.files import between, sizes
 from finetuning.prediction.labels import decided
 from finetuning.prediction.study import write_study
-from finetuning.prediction.thickness import NOT_GIVEN, measured, read_foveas
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.heights_factory import SMOKE
 from tests.support.import_factory import write_images, write_nifti, write_tiff, write_yaml

@@ -31,8 +31,7 @@ import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
-from finetuning.cohort.source import Source, check_fit, open_source
-from finetuning.cohort.unread import refuse_unread
+from finetuning.cohort.source import Source, check_fit, open_source, refuse_unread
 from finetuning.heads.frozen import train_frozen
 from finetuning.heads.head_file import NAME
 from utils import storage

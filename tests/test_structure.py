@@ -115,7 +115,7 @@ def test_only_stores_open_zarr() -> None:
         "data_setup/attach/stored.py",
         "data_setup/store/reader.py",
         "data_setup/store/writer.py",
-        "finetuning/embedding/folder.py",  # a store of its own, of features
+        "finetuning/embedding/run.py",  # a store of its own, of features
         "utils/storage/zarr_keys.py",
     }
 

@@ -14,13 +14,18 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Answer, protocol_of
-from finetuning.answers.scorecard import difference, people_of_classes, scorecard
-from finetuning.answers.subgroups import COLUMNS, subgroups
+from finetuning.answers.scorecard import (
+    COLUMNS,
+    Answer,
+    difference,
+    people_of_classes,
+    protocol_of,
+    scorecard,
+    subgroups,
+)
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import cohort_facts, digest, look_at
-from finetuning.cohort.metrics import PRIMARY
-from finetuning.cohort.predictions import Scored
+from finetuning.cohort.metrics import PRIMARY, Scored
 from models.probes import intervals
 from models.probes.intervals import MIN_PER_CLASS, too_few, verdict
 from utils.config.schema import Config

@@ -1,22 +1,36 @@
-"""What evaluation.json says of one head or probe: its metrics with intervals, as plain values.
+"""One answer in a run's folder, and what it says of one head or probe: metrics with intervals, as plain
+values.
 
-In: `Scored`. Out: dictionaries for JSON. A metric that does not exist is None, never 0. Intervals: 95 %,
-bootstrap over people (finetuning.cohort.metrics.bootstrap_counts).
+In: all that an answer depends on, as a fingerprint; `Scored`. Out: what the folder holds, if it answers the
+same question: then nobody looks at the evaluated participants again. Else STEM.md with its tables and
+STEM.json with its numbers, the JSON last, so that where it is the other files of the answer are. An estimate
+in it is {value, ci95}; a metric that does not exist is None, never 0. Intervals: 95 %, bootstrap over people
+(finetuning.cohort.metrics.bootstrap_counts).
+
+Subgroups are the same predictions by device, laterality, site and age: whom a head or probe serves worse. For
+every group its people and the metrics of their units, pooled over the volumes of only the group. A group of
+fewer than MIN_PEOPLE people, or of one class, has no metrics: None. `few` says why the intervals of another
+are too narrow.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from finetuning.answers.answer import estimated
-from finetuning.cohort.cohort import VAL
+from finetuning.cohort.cohort import EVALUATED, VAL
 from finetuning.cohort.metrics import (
     PRIMARY,
     Measures,
+    Predictions,
+    Scored,
     at_threshold,
     bootstrap_counts,
     decided,
@@ -26,9 +40,72 @@ from finetuning.cohort.metrics import (
     reliability,
     youden_threshold,
 )
-from finetuning.cohort.predictions import Predictions, Scored
 from finetuning.power import NUM_ERRORS, pilot_disagreement, smallest_difference
-from models.probes.intervals import confusion_draws, doubt, recall_parts
+from models.probes.intervals import confusion_draws, doubt, recall_parts, too_few
+from utils import storage
+from utils.config.load import flatten, keys_of_features
+from utils.config.schema import Config
+
+Content = dict[str, Any]  # of STEM.json
+Estimate = dict[str, Any]  # {value, ci95}
+log = logging.getLogger(__name__)
+COLUMNS = {"device": "device", "laterality": "laterality", "site": "clinical_site", "age": "age"}
+AGE_EDGES = (50, 60, 70, 80)  # years at which the next band begins
+BANDS = ("under 50", "50-59", "60-69", "70-79", "80 and over")
+MIN_PEOPLE = 10
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where an answer lies, and to which question."""
+
+    folder: str
+    stem: str  # of its files
+    fingerprint: str  # of all that it depends on
+
+    def known(self) -> Content | None:
+        """What the folder holds, where it answers the same question."""
+        url = storage.join(self.folder, f"{self.stem}.json")
+        if not storage.exists(url):
+            return None
+        content = json.loads(storage.read_text(url))
+        if content.get("fingerprint") != self.fingerprint:
+            return None
+        log.info("%s already answers this question: reused", url)
+        return content
+
+    def write(self, content: Content, page: str | None = None) -> Content:
+        """Write both files, the page first; returns the content with its fingerprint."""
+        content = content | {"fingerprint": self.fingerprint}
+        if page is not None:
+            storage.write_text(storage.join(self.folder, f"{self.stem}.md"), page)
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        storage.write_text(storage.join(self.folder, f"{self.stem}.json"), text)
+        return content
+
+
+def protocol_of(cfg: Config) -> dict[str, Any]:
+    """The keys that decide how something is judged."""
+    sections, keys = (
+        ("task.", "probe.", "eval."),
+        {*keys_of_features(dict(flatten(cfg))), "seed", "train.use_bf16"},
+    )
+    return {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
+
+
+def estimated(value: float, ci95: Sequence[float] | None) -> Estimate:
+    """A number with its interval as plain values; NaN does not exist."""
+    if math.isnan(value):
+        return {"value": None, "ci95": None}
+    return {"value": float(value), "ci95": None if ci95 is None else [float(end) for end in ci95]}
+
+
+def looks(content: Content) -> list[str]:
+    """What every page says of its look at the participants."""
+    seen, look = content["overlap"], content["look"]
+    lines = [f"**{seen} evaluated participants were seen in training.**"] if seen else []
+    return [*lines, *([] if look is None else [f"This is look {look} at these test participants."])]
 
 
 def metrics_of(values: Measures, draws: Measures) -> dict[str, Any]:
@@ -147,3 +224,42 @@ def _threshold(scored: Scored, predictions: Predictions, counts: np.ndarray) -> 
         "values": values,
         **metrics_of(*measured),
     }
+
+
+def subgroups(
+    scored: Scored, index: pd.DataFrame, samples: int, seed: int
+) -> dict[str, list[dict[str, Any]]]:
+    """{device, laterality, site, age: groups}, each {group, n_participants, n_units, metrics or None}."""
+    return {name: _groups(scored, index, column, samples, seed) for name, column in COLUMNS.items()}
+
+
+def group_of_volumes(index: pd.DataFrame, rows: np.ndarray, column: str) -> np.ndarray:
+    """The group of each store row, str [n]; `unknown` where the store has no value."""
+    values = index.loc[rows, column]
+    if column == "age":
+        values = pd.cut(values.astype(float), (-np.inf, *AGE_EDGES, np.inf), right=False, labels=BANDS)
+    return values.astype(object).fillna(UNKNOWN).to_numpy(str)
+
+
+def _groups(
+    scored: Scored, index: pd.DataFrame, column: str, samples: int, seed: int
+) -> list[dict[str, Any]]:
+    groups = [group_of_volumes(index, cohort.rows, column) for cohort in scored.cohorts]
+    names = {g for of, c in zip(groups, scored.cohorts, strict=True) for g in of[c.fold == EVALUATED]}
+    # bands from the youngest on, other names by alphabet, at last the unknown
+    ranked = sorted(names, key=lambda n: (n == UNKNOWN, BANDS.index(n) if n in BANDS else 0, n))
+    return [
+        _group(name, scored.evaluated(tuple(of == name for of in groups)), samples, seed) for name in ranked
+    ]
+
+
+def _group(name: str, predictions: Predictions, samples: int, seed: int) -> dict[str, Any]:
+    people = len(np.unique(predictions.person))
+    group: dict[str, Any] = {"group": str(name), "n_participants": people, "n_units": len(predictions.unit)}
+    group["few"] = too_few(people_of_classes(predictions))
+    is_one_class = predictions.kind != "multilabel" and len(np.unique(predictions.truth)) < 2
+    if people < MIN_PEOPLE or is_one_class:
+        return group | {"primary": PRIMARY[predictions.kind], "metrics": None}
+    draws = measure(predictions, bootstrap_counts(predictions, samples, seed))
+    metrics = metrics_of(observed(predictions), draws)["metrics"]
+    return group | {"primary": PRIMARY[predictions.kind], "metrics": metrics}

@@ -1,4 +1,5 @@
-"""The ledger of looks at evaluated participants: `ledger.jsonl` in the folder of the prepared store.
+"""Digests, and the ledger of looks at evaluated participants: `ledger.jsonl` in the folder of the prepared
+store.
 
 In: who looked (checkpoint), at what (data digest) and how (protocol digest). Out: a line for each look, never
 changed, and how many looks there have been at this split of this data. A split that many looks have chosen
@@ -12,6 +13,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, Cohort
@@ -20,8 +24,25 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage.line_files import append_line, read_lines
 
+VOLUME_COLUMNS = (
+    "checksum",
+    *(f"valid_{a}{i}" for a in "dhw" for i in "01"),
+    "intensity_mean",
+    "intensity_std",
+)
 NAME = "ledger.jsonl"
 FIELDS = {"time", "look", "checkpoint", "data", "protocol", "what"}
+
+
+def volume_digests(store: PreparedStore, rows: np.ndarray) -> list[str]:
+    """The digest of each row's volume and of what its normalisation rests on."""
+    table = store.index.loc[rows, list(VOLUME_COLUMNS)].to_numpy(object).tolist()
+    return [values_digest(values) for values in table]
+
+
+def values_digest(values: list[Any]) -> str:
+    """The digest of plain values."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 
 def record_look(

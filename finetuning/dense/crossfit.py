@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Answer
+from finetuning.answers.scorecard import Answer
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config

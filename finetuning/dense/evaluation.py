@@ -32,8 +32,8 @@ from data_setup.attach.jobs import Job
 from data_setup.attach.kinds import OF_LABELS
 from data_setup.attach.stored import Stored, StoredFlow, StoredHeights, StoredLabels
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Answer, looks
 from finetuning.answers.evaluation import few_people
+from finetuning.answers.scorecard import Answer, looks
 from finetuning.cohort.cohort import EVALUATED, count_seen, seen_by_head
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import encoder_place, evaluated_config, require_known_place

@@ -40,7 +40,7 @@ class DenseVolumes:
     person: np.ndarray  # str [n]
     names: tuple[str, ...]  # of the surfaces or slabs from the vitreous down, or of the classes
 
-    # None: labels are those laid on the grid; else what reads the file of a row (dense/on_scan.py): what
+    # None: labels are those laid on the grid; else what reads the file of a row (dense/evaluation.py): what
     # it says over the scan's own voxels in the store's order, and the names in it
     read_original: Callable[[int], tuple[np.ndarray, tuple[str, ...]]] | None = field(
         default=None, kw_only=True

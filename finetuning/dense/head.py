@@ -22,7 +22,7 @@ from finetuning.cohort.source import Source
 from finetuning.dense.decoder import UNETR, UnetrDecoder, build_decoder
 from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.resume import volumes_checksum
-from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
+from finetuning.features.kept import load_strictly, pretrained_encoder, random_encoder
 from finetuning.features.yardsticks import WIDE, LocalTokens
 from finetuning.heads.head_file import checkpoint_of, common_state, head_url, require_size, trained_encoder
 from models.vit3d import VisionTransformer3D

@@ -3,7 +3,7 @@
 In: a store with height maps (data_setup.prepare --heights). Out: `LAYERS`. Names of surfaces are those of
 devices or of label files: two share a surface where they call it the same, and a surface that one does not
 mark is NaN in its volumes. A head's file has `surfaces`, `truth` (who drew them), `mean_heights` and
-`familiarity` (finetuning/features/familiarity.py), which may be None. The boundary error of the validation
+`familiarity` (finetuning/heads/confidence.py), which may be None. The boundary error of the validation
 volumes decides which weights are kept. An evaluation writes layers.json, layers.md, surfaces.parquet (a line
 for every arm, volume and surface or layer), layers/ (a volume of each device with its surfaces, which the
 report draws) and etdrs.csv (mean thickness in um in nine sectors, a line for every eye, layer and source).
@@ -45,8 +45,8 @@ from finetuning.dense.surfaces import (
     layer_overlap,
     layers_of,
 )
-from finetuning.features.familiarity import fit_familiarity
 from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
+from finetuning.heads.confidence import fit_familiarity
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError

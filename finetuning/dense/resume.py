@@ -22,7 +22,7 @@ from finetuning.cohort.source import Source
 from finetuning.dense.decoder import UNETR
 from finetuning.dense.folds import DenseVolumes
 from finetuning.features.yardsticks import LocalTokens
-from finetuning.heads.tuned import layer_groups
+from finetuning.heads.tuning import layer_groups
 from models.vit3d import VisionTransformer3D
 from utils.checkpoint import CheckpointError, load_newest
 from utils.config.load import config_of_yaml, to_yaml

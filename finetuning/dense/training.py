@@ -9,7 +9,7 @@ have its name before theirs. The same command goes on after a kill, bit for bit 
 (finetuning.dense.resume).
 
 The encoder is frozen, and its tokens are kept; or finetune.encoder=trained moves it with its decoder, layer
-by layer at different rates (finetuning.heads.tuned). Then a batch is made of whole volumes, since tokens
+by layer at different rates (finetuning.heads.tuning). Then a batch is made of whole volumes, since tokens
 are.
 """
 
@@ -36,12 +36,11 @@ from finetuning.dense.folds import DenseVolumes, refuse_overlap
 from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
 from finetuning.dense.planes import Moves, Planes
 from finetuning.dense.resume import Encoder, Keeper, Moving
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import load_strictly
+from finetuning.features.kept import KeptFeatures, features_folder, load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
 from finetuning.heads.epochs import Best, Epochs
 from finetuning.heads.head_file import write_head
-from finetuning.heads.tuned import is_read
+from finetuning.heads.tuning import is_read
 from models.optimizer import warmup_cosine
 from models.vit3d import recompute_block
 from utils.config.schema import Config

@@ -28,7 +28,7 @@ from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
 from finetuning.dense.decoder import heights_of
 from finetuning.dense.head import Arm
-from finetuning.embedding.looks import Looks
+from finetuning.embedding.volumes import Looks
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.single import Runtime
 

@@ -22,12 +22,20 @@ from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import VAL, Cohort
 from finetuning.cohort.source import Source
-from finetuning.features.pooled import load_strictly
-from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
+from finetuning.features.kept import load_strictly
+from finetuning.heads.confidence import Calibration, calibrate, stored_calibration
 from finetuning.heads.head_file import head_state, write_head
 from finetuning.heads.objective import METRICS, judge, metric_name
-from finetuning.heads.tuned import UpdateResult, update_model
-from finetuning.heads.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore, settle_memory
+from finetuning.heads.tuning import (
+    Progress,
+    Tuning,
+    UpdateResult,
+    checkpoint_state,
+    open_tuning,
+    restore,
+    settle_memory,
+    update_model,
+)
 from models.heads import build_head, rescale_output
 from models.optimizer import warmup_cosine
 from utils import storage

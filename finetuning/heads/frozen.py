@@ -29,10 +29,8 @@ from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source
-from finetuning.features.familiarity import fit_familiarity
-from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
-from finetuning.features.pooled import pretrained_encoder
-from finetuning.heads.calibration import calibrate
+from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens, pretrained_encoder
+from finetuning.heads.confidence import calibrate, fit_familiarity
 from finetuning.heads.epochs import Best, Epochs, hand_over
 from finetuning.heads.head_file import Standardise, head_state
 from finetuning.heads.objective import METRICS, Task, judge, metric_name, row_losses, to_scores

@@ -8,7 +8,7 @@ The file holds tensors and plain values: kind ("head"), head (its weights), head
 num_outputs; task {kind, names, label_column, unit}; encoder {url, checksum}; encoder_weights (None: frozen);
 standardise {mean [F], std [F]} or None; normalisation and geometry of the store; config (YAML);
 participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch);
-calibration (finetuning/heads/calibration.py) and familiarity (finetuning/features/familiarity.py) or None:
+calibration (finetuning/heads/confidence.py) and familiarity (finetuning/heads/confidence.py) or None:
 older files have neither.
 """
 
@@ -27,10 +27,8 @@ from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source, find_checkpoint, require_known_place, warn_of_planes
-from finetuning.features.familiarity import Familiarity
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import load_strictly, pretrained_encoder
-from finetuning.heads.calibration import Calibration
+from finetuning.features.kept import KeptFeatures, features_folder, load_strictly, pretrained_encoder
+from finetuning.heads.confidence import Calibration, Familiarity
 from finetuning.heads.objective import to_scores
 from models.heads import build_head, reads_tokens
 from models.probes.features import pool_tokens

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_setup.protocols import OTHER_RASTERS_MM, PROTOCOLS
 from data_setup.store.summary import LOW_VALID_FRACTION
-from finetuning.features.familiarity import FAR_PERCENTILE
+from finetuning.heads.confidence import FAR_PERCENTILE
 
 HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
 LOW_SIGNAL_DB = 6.0  # half of what quality asks for
@@ -23,7 +23,7 @@ FAULTS = {  # column of the index -> (value that is warned of, the line)
 }
 SPACING_MARGIN = 1.1  # beyond the protocols' own extremes
 AXES = {"d": "between B-scans", "h": "axial", "w": "between A-scans"}
-# what no eye of those that were measured shows (finetuning/embedding/looks.py)
+# what no eye of those that were measured shows (finetuning/embedding/volumes.py)
 UPRIGHT_SHARE, UPSIDE_DOWN_SHARE = 0.85, 0.15
 INVERTED_SKEW = -0.25
 DARK_GREY = 80.0

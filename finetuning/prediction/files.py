@@ -29,12 +29,12 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import kind_by_name
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, UNREAD
+from finetuning.cohort.ledger import values_digest
 from finetuning.dense.head import DenseHead
 from finetuning.dense.surfaces import NOT_GIVEN, RETINA, Foveas, layers_of, measured
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.scans import Scan, require_file, version_of
 from finetuning.embedding.stream import Fault, rejected
-from finetuning.features.digests import values_digest
 from finetuning.prediction.cautions import cautions_of
 from finetuning.prediction.lines import Line
 from utils import storage

@@ -2,7 +2,7 @@
 
 In: a head and scans. Out: of labels, surfaces and slabs predictions.jsonl with pictures/, and of the latter
 surfaces/ or slabs/; of classes, or with a format, files in the scan's own geometry with segments.jsonl
-(finetuning/prediction/files.py). Of all study.csv (study.py), and where the scans have drawn surfaces how
+(finetuning/prediction/files.py). Of all study.csv (lines.py), and where the scans have drawn surfaces how
 well the thickness agrees (agreement.py).
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
+from finetuning.cohort.ledger import values_digest
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
@@ -26,15 +27,12 @@ from finetuning.dense.surfaces import Foveas, read_foveas
 from finetuning.embedding.scans import Places, Scan, find_scans
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
 from finetuning.embedding.volumes import FileVolumes, Reject, Volume
-from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.agreement import write_agreement
-from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
 from finetuning.prediction.files import HEIGHTMAP, LAYERS, NPZ, OF_A_SCAN, Files, bounded
-from finetuning.prediction.labels import LabelPredictor
-from finetuning.prediction.lines import Line, Lines
+from finetuning.prediction.lines import Line, Lines, write_study
 from finetuning.prediction.picture import plain_text
-from finetuning.prediction.study import write_study
+from finetuning.prediction.predictors import DensePredictor, LabelPredictor, SlabPredictor, SurfacePredictor
 from utils import storage
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
@@ -62,7 +60,7 @@ class Asked(NamedTuple):
     form: str | None = None  # of FORMATS; None: of a head of classes nifti, else answers with pictures
     occlusion: bool = False
     anonymous: bool = True
-    fovea: str | None = None  # as thickness.py reads it
+    fovea: str | None = None  # as dense/surfaces.py reads it
     visit_date: bool = False  # in study.csv
 
 

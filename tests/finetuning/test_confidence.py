@@ -18,9 +18,14 @@ from sklearn.linear_model import LogisticRegression
 
 from data_setup.manifest import unknown_record
 from data_setup.readers.open_record import open_record
-from finetuning.embedding.looks import COLUMNS, Looks
-from finetuning.features.familiarity import fit_familiarity, stored_familiarity
-from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
+from finetuning.embedding.volumes import LOOKS, Looks
+from finetuning.heads.confidence import (
+    Calibration,
+    calibrate,
+    fit_familiarity,
+    stored_calibration,
+    stored_familiarity,
+)
 from finetuning.heads.head_file import Standardise
 from finetuning.prediction.cautions import NO_ANSWER, cautions_of
 from finetuning.prediction.evidence import ATTENTION, CONTRIBUTIONS, GRADIENT, evidence_of
@@ -250,7 +255,7 @@ def looked_at(voxels: np.ndarray, spacing_mm: tuple[float, float, float] = SPACI
     looks = Looks()
     for frame in looks.watch(iter(voxels)):
         assert frame.dtype == np.uint8
-    measured = {name: value for name, value in looks.columns(spacing_mm).items() if name in COLUMNS}
+    measured = {name: value for name, value in looks.columns(spacing_mm).items() if name in LOOKS}
     return SOUND | measured | {f"spacing_before_{a}": mm for a, mm in zip("dhw", spacing_mm, strict=True)}
 
 

@@ -18,8 +18,7 @@ from finetuning.cohort.cohort import EVALUATED, Cohort
 from finetuning.cohort.metrics import observed
 from finetuning.cohort.source import Source
 from finetuning.features import entries, probing
-from finetuning.features.entries import Entry, Volumes, best_random, fold_by_fold, short_names
-from finetuning.features.probing import probe
+from finetuning.features.entries import Entry, Volumes, best_random, fold_by_fold, probe, short_names
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import yardsticks
 from models.probes.participants import fit_logistic

@@ -14,15 +14,21 @@ import torch
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers import checkpoint_evaluation as module
 from finetuning.answers import evaluation_files
-from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
+from finetuning.answers import subject as module
+from finetuning.answers.subject import evaluate, find_checkpoint, printed
 from finetuning.cohort.cohort import read_cohort
 from finetuning.evaluate import main
 from finetuning.features import entries
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
-from finetuning.features.probing import probe
+from finetuning.features.entries import probe
+from finetuning.features.kept import (
+    KeptFeatures,
+    device_features,
+    features_folder,
+    pretrained_encoder,
+    random_encoder,
+    raw_features,
+)
 from models.vjepa3d import VJEPA3D
 from tests.support.finetune_factory import (
     CONFIG,

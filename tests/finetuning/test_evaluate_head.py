@@ -16,20 +16,18 @@ from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers import evaluation_files
-from finetuning.answers.checkpoint_evaluation import evaluate
 from finetuning.answers.evaluation import Asked
 from finetuning.answers.evaluation_files import predictions_table
-from finetuning.answers.head_evaluation import evaluate_head
-from finetuning.answers.scorecard import difference, people_of_classes, scorecard
-from finetuning.answers.subgroups import group_of_volumes, subgroups
+from finetuning.answers.scorecard import difference, group_of_volumes, people_of_classes, scorecard, subgroups
+from finetuning.answers.subject import evaluate, evaluate_head
 from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
-from finetuning.cohort.predictions import Predictions, Scored
+from finetuning.cohort.metrics import Predictions, Scored
 from finetuning.cohort.source import Source, evaluated_config
 from finetuning.evaluate import main
-from finetuning.features.pooled import random_encoder
-from finetuning.features.probing import of_rows, probe
-from finetuning.heads.calibration import Calibration
+from finetuning.features.entries import of_rows, probe
+from finetuning.features.kept import random_encoder
+from finetuning.heads.confidence import Calibration
 from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
 from tests.support.finetune_factory import PEOPLE, RUNTIME, config, embed_rows, predictions, save_checkpoint

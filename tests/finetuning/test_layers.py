@@ -50,8 +50,7 @@ from finetuning.dense.kind import Examined
 from finetuning.dense.layers import LAYERS, LayerVolumes, read_volumes, validation_error
 from finetuning.dense.planes import Moves, Planes
 from finetuning.dense.surfaces import SECTORS, boundary_error_um
-from finetuning.features.kept import KeptFeatures
-from finetuning.features.pooled import random_encoder
+from finetuning.features.kept import KeptFeatures, random_encoder
 from finetuning.prediction.files import between
 from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint

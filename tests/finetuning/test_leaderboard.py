@@ -13,20 +13,17 @@ import numpy as np
 import pytest
 
 from data_setup.store.reader import PreparedStore
+from finetuning.answers import columns
+from finetuning.answers.columns import Answers, Cell, Question, device_tables, low_shots
+from finetuning.answers.comparison import bootstrap_p, compare, estimate, holm
+from finetuning.answers.leaderboard import Words, leaderboard, protocol_of
+from finetuning.answers.page import Board, cautions, results_of, verdicts, write_pages
 from finetuning.answers.scorecard import difference, gains
-from finetuning.board import columns
-from finetuning.board.answers import Answers, Cell
-from finetuning.board.columns import Question, device_tables, low_shots
-from finetuning.board.comparison import bootstrap_p, compare, estimate, holm
-from finetuning.board.leaderboard import Words, leaderboard, protocol_of
-from finetuning.board.page import Board, cautions, results_of, verdicts, write_pages
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
-from finetuning.cohort.metrics import bootstrap_counts, measure
-from finetuning.cohort.predictions import Predictions, pool
+from finetuning.cohort.metrics import Predictions, bootstrap_counts, measure, pool
 from finetuning.compare import parse
-from finetuning.features import probing
-from finetuning.features.entries import Entry, Volumes
-from finetuning.features.probing import Features, Probed
+from finetuning.features import entries as probing
+from finetuning.features.entries import Entry, Features, Probed, Volumes
 from finetuning.features.slices import SliceEncoder
 from models.probes import hidden
 from models.probes.intervals import EXACT_BELOW, balanced_accuracy_draws, interval95

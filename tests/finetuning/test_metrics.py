@@ -13,6 +13,7 @@ from sklearn.calibration import calibration_curve
 
 from finetuning.cohort.metrics import (
     NUM_BINS,
+    Predictions,
     at_threshold,
     bootstrap_counts,
     decided,
@@ -22,7 +23,6 @@ from finetuning.cohort.metrics import (
     reliability,
     youden_threshold,
 )
-from finetuning.cohort.predictions import Predictions
 from tests.support.finetune_factory import predictions
 
 CLOSE = {"rtol": 0, "atol": 1e-9}

@@ -11,8 +11,7 @@ import torch
 from einops import reduce
 from torch import Tensor, nn
 
-from finetuning.prediction.evidence import against_others, cheap_map
-from finetuning.prediction.occlusion import block_of, blocks_of, hide, occlusion_map
+from finetuning.prediction.evidence import against_others, block_of, blocks_of, cheap_map, hide, occlusion_map
 from models.heads import build_head
 from tests.support.finetune_factory import RUNTIME, config
 

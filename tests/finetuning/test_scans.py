@@ -23,8 +23,8 @@ from finetuning.embedding.volumes import Reject, ScanFile, Volume
 from finetuning.prediction.agreement import bland_altman, write_agreement
 from finetuning.prediction.cautions import NO_ANSWER
 from finetuning.prediction.files import between, sizes
-from finetuning.prediction.labels import decided
-from finetuning.prediction.study import write_study
+from finetuning.prediction.lines import write_study
+from finetuning.prediction.predictors import decided
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.heights_factory import SMOKE
 from tests.support.import_factory import write_images, write_nifti, write_tiff, write_yaml

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.unread import UNREAD
+from finetuning.cohort.source import UNREAD
 from finetuning.features.kept import KeptFeatures
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config

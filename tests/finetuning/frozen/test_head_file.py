@@ -15,8 +15,13 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.source import evaluated_config, on_own_endpoint
-from finetuning.features.kept import KeptFeatures, features_folder, weights_digest
-from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.kept import (
+    KeptFeatures,
+    features_folder,
+    pretrained_encoder,
+    random_encoder,
+    weights_digest,
+)
 from finetuning.heads import frozen
 from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import random_encoder
+from finetuning.features.kept import KeptFeatures, features_folder, random_encoder
 from tests.support.finetune_factory import RUNTIME, config, embed_rows
 from utils.errors import UserError
 

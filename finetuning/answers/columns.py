@@ -1,25 +1,32 @@
-"""The columns of the leaderboard: what is computed of a row, each on the same cohorts.
+"""The columns of the leaderboard: what is computed of a row, each on the same cohorts, and what is kept of
+it.
 
-In: an `Entry`, cohorts, seeds. Out: cells by name. `linear` is the probe of finetuning.features.probing
+In: an `Entry`, cohorts, seeds. Out: cells by name. `linear` is the probe of finetuning.features.entries
 (logistic, ridge for a value; C chosen on validation), the same for encoders and baselines; `hidden` is one
 hidden layer. `attentive` trains a head on the tokens of an encoder, `fine-tuned` the encoder too, once a
 seed; a row without one has no such cell.
+
+What is in the folder is not computed again: one file an answer, written whole, `answers/NAME.json` with a
+digest of its content, by the entry's identity, the column and the digest of the question (data and protocol).
+A damaged one is computed again.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from finetuning.board.answers import Cell
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, low_shot
-from finetuning.cohort.predictions import Scored
+from finetuning.cohort.ledger import digest
+from finetuning.cohort.metrics import Predictions, Scored
 from finetuning.cohort.source import Source
-from finetuning.features.entries import Encoder, Entry, Volumes, kept_features
-from finetuning.features.probing import Probed, probe
+from finetuning.features.entries import Encoder, Entry, Probed, Volumes, kept_features, probe
 from finetuning.heads.finetune import finetune
 from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import NAME as HEAD_NAME
@@ -27,10 +34,82 @@ from finetuning.heads.head_file import open_head, predict_rows
 from utils import storage
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 
+log = logging.getLogger(__name__)
+FORMAT_VERSION = 3
+PARTS = ("unit", "person", "truth", "scores")
 FRACTIONS = (0.01, 0.05, 0.1, 0.25)  # of the training participants; all of them are the linear column
 LINEAR, HIDDEN, LOW_SHOT, DEVICES = "linear", "hidden", "low-shot", "devices"
 BY_FOLD = "by-fold"  # what the random seed of each fold is chosen by
 ATTENTIVE, TUNED = "attentive", "fine-tuned"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Predictions of the evaluated units, one for each seed, and the scores on validation [seeds]."""
+
+    predictions: tuple[Predictions, ...]
+    val_scores: tuple[float, ...]
+    participants: int  # of the training fold, largest over seeds
+
+    @property
+    def val(self) -> float:
+        return float(np.mean(self.val_scores))
+
+
+Cells = Mapping[str, Cell]  # of a column of one row
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The kept answers to one question; `question` is a digest of data and protocol."""
+
+    folder: str
+    question: str
+
+    def url(self, identity: str, column: str) -> str:
+        name = digest([FORMAT_VERSION, self.question, identity, column])[:32]
+        return storage.join(self.folder, "answers", f"{name}.json")
+
+    def read(self, identity: str, column: str) -> Cells | None:
+        """The kept answer; None where there is none, or a damaged file."""
+        url = self.url(identity, column)
+        if not storage.exists(url):
+            return None
+        try:
+            kept = json.loads(storage.read_bytes(url))
+            cells = kept["cells"]
+            if kept["digest"] != digest([identity, column, cells]):
+                raise ValueError("expected the content that its digest names, found another")
+        except (ValueError, KeyError, TypeError) as error:
+            log.warning("%s: damaged (%s); it is computed again", url, error)
+            return None
+        return {
+            name: Cell(tuple(map(_predictions, one["seeds"])), tuple(one["val"]), one["participants"])
+            for name, one in cells.items()
+        }
+
+    def write(self, identity: str, column: str, answer: Cells) -> None:
+        """Keep an answer."""
+        cells = {
+            name: {
+                "participants": cell.participants,
+                "val": cell.val_scores,
+                "seeds": [
+                    {"kind": p.kind, "names": p.names} | {part: getattr(p, part).tolist() for part in PARTS}
+                    for p in cell.predictions
+                ],
+            }
+            for name, cell in answer.items()
+        }
+        content = {"column": column, "identity": identity, "cells": cells}
+        text = json.dumps(content | {"digest": digest([identity, column, cells])})
+        storage.write_text(self.url(identity, column), text)
+
+
+def _predictions(one: Mapping[str, Any]) -> Predictions:
+    unit, person = (np.array(one[part], str) for part in PARTS[:2])
+    truth, scores = (np.array(one[part], float) for part in PARTS[2:])
+    return Predictions(str(one["kind"]), tuple(one["names"]), unit, person, truth, scores)
 
 
 @dataclass(frozen=True)

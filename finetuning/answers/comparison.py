@@ -15,10 +15,16 @@ from itertools import combinations
 
 import numpy as np
 
-from finetuning.answers.answer import Estimate, estimated
-from finetuning.answers.scorecard import could_have_shown, gains, people_of_classes
-from finetuning.cohort.metrics import PRIMARY, bootstrap_counts, decided, interval, measure, observed
-from finetuning.cohort.predictions import Predictions
+from finetuning.answers.scorecard import Estimate, could_have_shown, estimated, gains, people_of_classes
+from finetuning.cohort.metrics import (
+    PRIMARY,
+    Predictions,
+    bootstrap_counts,
+    decided,
+    interval,
+    measure,
+    observed,
+)
 from models.probes.intervals import ALPHA, confusion_draws, doubt, mean_recall, sign_flip_p
 
 RESAMPLES_PER_PAIR = 100  # at least, or Holm's smallest possible p could never be below .05

@@ -16,12 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Estimate
+from finetuning.answers.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT, Cells
+from finetuning.answers.comparison import Comparison, compare, estimate
 from finetuning.answers.evaluation import few_people
-from finetuning.answers.scorecard import people_of_classes
-from finetuning.board.answers import Cells
-from finetuning.board.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT
-from finetuning.board.comparison import Comparison, compare, estimate
+from finetuning.answers.scorecard import Estimate, people_of_classes
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.metrics import PRIMARY
 from finetuning.features.entries import Entry

@@ -3,43 +3,176 @@ with --head.
 
 In: a checkpoint of pretraining.train, or a head; a store in which several devices have photographed an eye.
 Out: `${run.dir}/same_eye.json`, same_eye.md and a printed table: how often the nearest volume is the same eye
-on another device (measures.py), for the encoder and for random initialisation, with pooled features as they
-are and less the mean of their device over the training volumes; of a head the ICC of every output over
-devices. Features are standardised on the training volumes. Intervals resample participants; neighbours stay.
-People that training saw are an error. A new answer is a look at the test participants.
+on another device, for the encoder and for random initialisation, with pooled features as they are and less
+the mean of their device over the training volumes; of a head the ICC of every output over devices. Features
+are standardised on the training volumes. Intervals resample participants; neighbours stay. People that
+training saw are an error. A new answer is a look at the test participants.
+
+The evaluated people are those of eval.split. Of the volumes of an eye on one device that pass the data.*
+filters one counts: that of the protocol which most evaluated eyes have on this device (of equals one of the
+macula, then the first by name), so a device stands for one protocol. The training volumes are of the same
+protocols, of split train.
+
+Robustness index: Koemen et al. 2025 (arXiv:2507.17845, after de Jong et al., arXiv:2501.18055),
+SO / (SO + OS), with one neighbour: of the same eye on another device (SO) and other eyes on the same device
+(OS), which is nearest by cosine. The fellow eye is no neighbour: it shares much of the anatomy.
+
+Intraclass correlation: Shrout and Fleiss 1979, of single measurements: ICC(2,1), agreement (devices are a
+sample of devices; an offset between them counts as disagreement), and ICC(3,1), consistency (it does not).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from sklearn.preprocessing import StandardScaler
 
+from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Answer, Content, estimated, looks, protocol_of
-from finetuning.cohort.cohort import TRAIN, Cohort, count_seen, seen_by_head
+from finetuning.answers.scorecard import Answer, Content, estimated, looks, protocol_of
+from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, seen_by_head
+from finetuning.cohort.labels import units_of
 from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.metrics import interval
 from finetuning.cohort.source import check_fit, evaluated_config
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.kept import KeptFeatures, features_folder, pretrained_encoder, random_encoder
 from finetuning.heads.head_file import Head, open_head, predict_rows, require_same_grid
-from finetuning.same_eye.eyes import Eyes, choose_eyes
-from finetuning.same_eye.measures import icc, nearest
 from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws
 from models.probes.tokens import less_protocol_mean
 from utils.checkpoint import load_checkpoint
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
+from utils.errors import ConfigError, UserError
 from utils.runtime.open import open_runtime
 from utils.tables import Table, estimate, number, page
 
+MIN_EYES = 2
+TRAIN_VOLUMES = 256  # at most, drawn by the seed
+log = logging.getLogger(__name__)
 FORMAT_VERSION = 2
 AS_IS, LESS_DEVICE = "as they are", "less the device's mean"
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """For each volume what lies nearest to it."""
+
+    same_eye: np.ndarray  # bool [n]: the same eye on another device, rather than another eye on this device
+    chance: np.ndarray  # [n]: the probability of same_eye were the order of these volumes random
+    counted: np.ndarray  # bool [volumes]: which have both kinds of neighbours, and a place in the other two
+
+
+def nearest(features_nF: np.ndarray, eye: np.ndarray, person: np.ndarray, device: np.ndarray) -> Nearest:
+    """Neighbours by cosine; one volume for each eye and device. A volume that lacks either kind of neighbour
+    is left out of same_eye and chance; ValueError where all do.
+    """
+    length = np.linalg.norm(features_nF, axis=1, keepdims=True)
+    unit = features_nF / np.maximum(length, np.finfo(np.float64).tiny)
+    near = unit @ unit.T
+    is_eye, is_device = eye[:, None] == eye, device[:, None] == device
+    kinds = (is_eye & ~is_device, (person[:, None] != person) & is_device)
+    best = np.stack([np.where(mask, near, -np.inf).max(axis=1) for mask in kinds], axis=1)
+    count = np.stack([mask.sum(axis=1) for mask in kinds], axis=1)
+    whole = np.asarray((count > 0).all(axis=1))
+    if not whole.any():
+        raise ValueError("expected volumes with both kinds of neighbours, found none")
+    # of equals another eye wins, so that features without information are not robust
+    return Nearest(best[whole, 0] > best[whole, 1], count[whole, 0] / count[whole].sum(axis=1), whole)
+
+
+def icc(values_ND: np.ndarray, draws_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """ICC(2,1), ICC(3,1), each [S], of N eyes on D devices; draws_SN: how often a resample has each eye."""
+    n, num = draws_SN.sum(axis=1), values_ND.shape[1]
+    values_ND = values_ND - values_ND.mean()
+    eye_N, whole_S = values_ND.mean(axis=1), draws_SN @ values_ND.mean(axis=1) / n
+    device_SD = draws_SN @ values_ND / n[:, None]
+    total_S = draws_SN @ (values_ND**2).sum(axis=1) - n * num * whole_S**2
+    of_eyes_S = num * (draws_SN @ eye_N**2 - n * whole_S**2)
+    of_devices_S = n * ((device_SD - whole_S[:, None]) ** 2).sum(axis=1)
+    between_S, judges_S = of_eyes_S / (n - 1), of_devices_S / (num - 1)
+    error_S = (total_S - of_eyes_S - of_devices_S) / ((n - 1) * (num - 1))
+    consistency = between_S + (num - 1) * error_S
+    agreement = consistency + num * (judges_S - error_S) / n
+    above = between_S - error_S
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return above / agreement, above / consistency
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """Volumes of TRAIN, and of EVALUATED at most one for each eye and device, each eye on two or more."""
+
+    rows: np.ndarray  # store rows [n]
+    fold: np.ndarray  # TRAIN or EVALUATED [n]
+    person: np.ndarray  # str [n]
+    eye: np.ndarray  # str [n]: PERSON_L or PERSON_R
+    device: np.ndarray  # str [n]
+    protocol_of: dict[str, str]  # device -> protocol
+
+    @property
+    def evaluated(self) -> np.ndarray:
+        """bool [n]."""
+        return self.fold == EVALUATED
+
+    def complete(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places [eyes, devices] in the evaluated volumes of the eyes that every device has; their people."""
+        place = pd.Series(np.arange(int(self.evaluated.sum())))
+        columns = (self.eye[self.evaluated], self.device[self.evaluated])
+        table = place.groupby(list(columns)).first().unstack().dropna()
+        person = dict(zip(self.eye.tolist(), self.person.tolist(), strict=True))
+        return table.to_numpy(np.int64), np.array([person[eye] for eye in table.index], str)
+
+
+def choose_eyes(cfg: Config, store: PreparedStore) -> Eyes:
+    """The volumes that are compared; UserError where fewer than two eyes have two devices each."""
+    if cfg.eval.protocol == "crossfit":
+        raise ConfigError("eval.protocol: expected official with --same-eye, found crossfit")
+    index = store.index.loc[store.kept]
+    index = select_wanted(cfg, index[index["listed"]])
+    index = index.assign(eye=units_of(index, "eye"))
+    index = index[index["eye"].notna() & (index["device"].fillna("") != "")]
+    protocol_of = _protocols(index[index["split"] == cfg.eval.split])
+    index = index[index["protocol"] == index["device"].map(protocol_of)]
+    asked = index[index["split"] == cfg.eval.split].sort_values("path")
+    once = asked.drop_duplicates(["eye", "device"]).sort_index()
+    paired = once[once.groupby("eye")["device"].transform("size") >= 2]
+    if paired["eye"].nunique() < MIN_EYES:
+        raise UserError(
+            f"{store.url}: split {cfg.eval.split}: expected {MIN_EYES} eyes or more that two devices have "
+            f"photographed, found {paired['eye'].nunique()} among {asked['eye'].nunique()}; the phantom has "
+            "them with --every-device"
+        )
+    log.info(
+        "%d volumes of %d eyes; %d others of the same eye and device, or of only one device, are left out",
+        len(paired), paired["eye"].nunique(), len(asked) - len(paired),
+    )  # fmt: skip
+    train = index[index["split"] == "train"]
+    if not len(train):
+        raise UserError(f"{store.url}: expected volumes of split train, found none")
+    drawn = np.random.default_rng(cfg.seed).permutation(len(train))[:TRAIN_VOLUMES]
+    parts = [train.iloc[np.sort(drawn)], paired]
+    whole = pd.concat(parts)
+    person, eye, device = (whole[name].to_numpy(str) for name in ("person_id", "eye", "device"))
+    fold = np.repeat([TRAIN, EVALUATED], [len(part) for part in parts])
+    return Eyes(whole.index.to_numpy(), fold, person, eye, device, protocol_of)
+
+
+def _protocols(index: pd.DataFrame) -> dict[str, str]:
+    """Device -> the protocol that most eyes have on it; of equals one of the macula, then the first."""
+    chosen = {}
+    for device, part in index.groupby("device"):
+        eyes = part.groupby("protocol")["eye"].nunique()
+        region = part.groupby("protocol")["region"].first().fillna("")
+        chosen[str(device)] = str(
+            min(eyes.index, key=lambda p: (-eyes[p], not region[p].startswith("Macula"), p))
+        )
+    return chosen
 
 
 def draws_of(eyes: Eyes, person: np.ndarray, seed: int) -> np.ndarray:

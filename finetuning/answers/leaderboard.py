@@ -12,9 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
-from finetuning.board.answers import Answers, Cells
-from finetuning.board.columns import BY_FOLD, COLUMNS, HIDDEN, LINEAR, NEEDS_ENCODER, TUNED, Question
-from finetuning.board.page import Board, Row
+from finetuning.answers.columns import (
+    BY_FOLD,
+    COLUMNS,
+    HIDDEN,
+    LINEAR,
+    NEEDS_ENCODER,
+    TUNED,
+    Answers,
+    Cells,
+    Question,
+)
+from finetuning.answers.page import Board, Row
 from finetuning.cohort.cohort import count_overlap, read_cohorts
 from finetuning.cohort.ledger import cohort_facts, count_looks, data_digest, digest, look_at
 from finetuning.cohort.source import Source

@@ -62,7 +62,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the leaderboard of a command line and print it."""
     args = parse(argv)
     require_there("--checkpoints", *args.checkpoints)
     require_there("--control", args.control)

@@ -119,7 +119,6 @@ def _refuse_image(asked: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     asked = parse(argv)
     require_there("--head", asked.head)
     if asked.config:

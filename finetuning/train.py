@@ -101,7 +101,6 @@ def refuse_another_encoder(source: Source) -> None:
 
 
 def summary(cohort: Cohort) -> str:
-    """Volumes and participants of the folds in one line."""
     parts = []
     for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
         chosen = cohort.fold == fold
@@ -125,7 +124,6 @@ def format_grid(validation: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what a command line asks for."""
     args = parse_words("finetuning.train", __doc__ or "", argv)
     setup_logging()
     return train(args.config, args.overrides)

@@ -89,7 +89,6 @@ class Answers:
         }
 
     def write(self, identity: str, column: str, answer: Cells) -> None:
-        """Keep an answer."""
         cells = {
             name: {
                 "participants": cell.participants,

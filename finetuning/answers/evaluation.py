@@ -52,7 +52,6 @@ class Asked:
 
     @property
     def chosen(self) -> str:
-        """What was chosen on validation participants."""
         return "C" if self.seen_by == "pre-training" else "The head"
 
     @property
@@ -81,8 +80,6 @@ class Asked:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table."""
-
     name: str
     label: str
     scored: Scored

@@ -53,8 +53,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Words:
-    """What the command line asks for."""
-
     config: str
     overrides: tuple[str, ...]
     checkpoints: tuple[str, ...]
@@ -76,7 +74,6 @@ class Desk:
     look: int | None = None
 
     def answer(self, entry: Entry, column: str) -> Cells:
-        """The kept answer, or a new one."""
         if (kept := self.answers.read(entry.identity, column)) is not None:
             return kept
         if self.look is None:  # one line for all that this command computes, before anything is computed
@@ -147,7 +144,6 @@ def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> lis
 
 
 def columns_of(entry: Entry, columns: Sequence[str]) -> list[str]:
-    """Those that a row can have."""
     return [column for column in columns if entry.encoder or column not in NEEDS_ENCODER]
 
 

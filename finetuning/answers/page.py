@@ -36,8 +36,6 @@ READOUTS = (LINEAR, HIDDEN)
 
 @dataclass(frozen=True)
 class Row:
-    """A row with its answers by column."""
-
     entry: Entry
     answers: Mapping[str, Cells]
 
@@ -109,7 +107,6 @@ def main_columns(board: Board) -> list[str]:
 
 
 def sentences(board: Board, results: Results) -> list[str]:
-    """What is above and below the numbers."""
     shown = [c for c in results.comparisons if c.shown]
     doubted = sum(bool(c.doubt) for c in results.comparisons)
     unclear = f"; of {doubted} nothing can be said" if doubted else ""
@@ -133,7 +130,6 @@ def sentences(board: Board, results: Results) -> list[str]:
 
 
 def _where(board: Board) -> str:
-    """Whom rows were evaluated on, in words."""
     if board.cfg.eval.protocol == "crossfit":
         unseen = "" if board.cfg.eval.allow_overlap else " that pre-training did not see"
         return f"{len(board.cohorts)} folds of people{unseen} (eval.protocol=crossfit)"
@@ -173,7 +169,6 @@ def verdicts(board: Board, results: Results) -> list[str]:
 
 
 def _or_lowest(value: float | None) -> float:
-    """For an order: a value that does not exist comes last."""
     return -np.inf if value is None else value
 
 
@@ -185,7 +180,6 @@ def _shown(comparison: Comparison) -> str:
 
 
 def cautions(board: Board) -> list[str]:
-    """What weakens the table."""
     lines = few_people(people_of_classes(board.rows[0].answers[LINEAR][LINEAR].predictions[0]))
     if board.cfg.eval.split == "val" and board.cfg.eval.protocol == "official":
         lines.append("Rows were chosen on the evaluated participants (eval.split=val): they are optimistic.")
@@ -193,7 +187,6 @@ def cautions(board: Board) -> list[str]:
 
 
 def tables_of(board: Board, results: Results) -> list[Table]:
-    """The tables of the page, the main one first."""
     tables = [_main_table(board, results)]
     if LOW_SHOT in board.columns:
         tables.append(_low_shot_table(board, results))

@@ -117,7 +117,6 @@ class Eyes:
 
     @property
     def evaluated(self) -> np.ndarray:
-        """bool [n]."""
         return self.fold == EVALUATED
 
     def complete(self) -> tuple[np.ndarray, np.ndarray]:
@@ -212,7 +211,6 @@ def agreement(eyes: Eyes, values_nQ: np.ndarray, names: Sequence[str], seed: int
 
 
 def _look(cfg: Config, store: PreparedStore, eyes: Eyes, checksum: str, arms: Sequence[str]) -> int | None:
-    """Count this look at test participants; None where none are evaluated."""
     if cfg.eval.split != "test":
         return None
     nothing, devices = np.zeros((len(eyes.rows), 1)), tuple(np.unique(eyes.device).tolist())
@@ -275,7 +273,6 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> Content:
 
 
 def same_eye_of_head(wanted: str, overrides: Sequence[str]) -> Content:
-    """The same of a head: its encoder, and what it predicts."""
     head = open_head(wanted, storage_options_of(overrides))
     cfg = evaluated_config(head.cfg, head.url, overrides)
     return same_eye(cfg, head.url, replace(head, cfg=cfg))

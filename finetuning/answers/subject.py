@@ -81,7 +81,6 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
 
 
 def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -> dict[str, Any]:
-    """Embed, probe, write all files; returns the content of evaluation.json."""
     cfg, store = asked.cfg, asked.store
     log.info(
         "%d volumes, %s of %s, %d evaluated participants",
@@ -148,7 +147,6 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
 
 
 def _evaluate_head(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
-    """Predict, write all files; returns the content of evaluation.json."""
     cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
     if cfg.eval.protocol == "crossfit":
         kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))

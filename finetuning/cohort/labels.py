@@ -130,7 +130,6 @@ def _side_column(url: str, task: TaskConfig, header: Sequence[str]) -> str | Non
 
 
 def label_columns(task: TaskConfig) -> tuple[str, ...]:
-    """The columns of the table that a kind of task reads."""
     if task.kind == "multilabel":
         return tuple(task.names or ())
     return (task.label_column,)

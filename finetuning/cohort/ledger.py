@@ -41,7 +41,6 @@ def volume_digests(store: PreparedStore, rows: np.ndarray) -> list[str]:
 
 
 def values_digest(values: list[Any]) -> str:
-    """The digest of plain values."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 

@@ -53,7 +53,6 @@ class Predictions:
     scores: np.ndarray  # float64 [U, C]
 
     def where(self, chosen_U: np.ndarray) -> Predictions:
-        """Some of the units."""
         parts = (part[chosen_U] for part in (self.unit, self.person, self.truth, self.scores))
         return Predictions(self.kind, self.names, *parts)
 
@@ -70,7 +69,6 @@ class Scored:
         return join(self.by_cohort(EVALUATED, volumes))
 
     def by_cohort(self, fold: int, volumes: tuple[np.ndarray, ...] | None = None) -> list[Predictions]:
-        """The units of a fold in each cohort."""
         masks = volumes or tuple(np.ones(len(cohort.rows), bool) for cohort in self.cohorts)
         return [
             pool(cohort, fold, scores[(cohort.fold == fold) & mask], mask)
@@ -135,7 +133,6 @@ def observed(predictions: Predictions) -> Measures:
 
 
 def measure(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
-    """Every metric of the kind, for every resample."""
     counts_SU = counts_SU.astype(np.float64)
     size = max(1, BLOCK // max(1, counts_SU.shape[1]))
     parts = [_measure(predictions, counts_SU[i : i + size]) for i in range(0, len(counts_SU), size)]

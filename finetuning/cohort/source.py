@@ -282,14 +282,12 @@ def _covers(key: str, name: str) -> bool:
 
 
 def _default(part: Field[Any]) -> tuple[Any, bool]:
-    """The default of a key, and whether it has one."""
     if part.default_factory is not MISSING:
         return part.default_factory(), True
     return part.default, part.default != REQUIRED
 
 
 def _holds(written: Any, name: str) -> bool:
-    """Whether the key stands in what somebody wrote."""
     for word in name.split("."):
         if not isinstance(written, dict) or word not in written:
             return False

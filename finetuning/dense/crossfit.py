@@ -193,14 +193,12 @@ def crossfit(
 
 
 def _of_fold(source: Source, count: int) -> Source:
-    """The source with the folders of a fold."""
     folder = storage.join(source.cfg.run.dir, "folds", f"{count:02d}")
     train = replace(source.cfg.train, ckpt_dir=storage.join(folder, "checkpoints"))
     return replace(source, cfg=replace(source.cfg, run=replace(source.cfg.run, dir=folder), train=train))
 
 
 def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | None, on_scan: bool) -> str:
-    """A hash of all that the answer depends on."""
     return digest(
         [
             FORMAT_VERSION,
@@ -218,7 +216,6 @@ def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | Non
 def _joined(
     cfg: Config, whole: Volumes, people: Sequence[str], results: Sequence[Examined[Volumes]]
 ) -> Examined[Volumes]:
-    """All folds as one: every person is evaluated."""
     lines = pd.concat([examined.lines for examined in results], ignore_index=True)
     drawn: dict[int, dict[str, np.ndarray]] = {}
     for examined in results:

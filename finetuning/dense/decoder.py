@@ -84,7 +84,6 @@ class UnetrDecoder(nn.Module):
         self.last = nn.Conv2d(widths[0], num_outputs * (2 if is_layers else 1), 1)
 
     def forward(self, tokens_BhwE: Tensor, voxels_BdHW: Tensor) -> Tensor:
-        """Outputs [B, S, d, H, W]."""
         if self.training:
             return self.outputs(tokens_BhwE, voxels_BdHW)
         mirrored = self.outputs(tokens_BhwE.flip(2), voxels_BdHW.flip(3)).flip(4)
@@ -198,7 +197,6 @@ class UpsamplingDecoder(nn.Module):
         self.last = nn.Conv2d(hidden, num_surfaces, 1)
 
     def forward(self, tokens_BhwE: Tensor, voxels_BdHW: Tensor) -> Tensor:
-        """Logits [B, S, d, H, W]."""
         size = voxels_BdHW.shape[2:]
         x = rearrange(
             self.first(self.norm(tokens_BhwE)), "b gh gw (d c) -> (b d) c gh gw", d=self.planes, c=self.hidden

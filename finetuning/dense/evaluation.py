@@ -102,7 +102,6 @@ class OnScan(Generic[Volumes]):
 
     @property
     def volumes(self) -> Volumes:
-        """With the labels of the files."""
         return replace(self.on_grid, read_original=self.read)
 
     def read(self, row: int) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -182,7 +181,6 @@ def open_originals(
 
 
 def _fingerprint(cfg: Config, volumes: DenseVolumes, head: DenseHead, own: OnScan[Any] | str) -> str:
-    """A hash of all that the answer depends on."""
     asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
     return digest(
         [
@@ -231,7 +229,6 @@ def examine(
 def _arms(
     kind: Kind[Volumes], cfg: Config, volumes: Volumes, head: DenseHead, runtime: Runtime
 ) -> Iterator[Arm]:
-    """Names, what predicts a row, and a decoder's outputs of it."""
     for name, predict in kind.baselines(volumes, head).items():
         yield name, predict, None
     for arm in head.arms:

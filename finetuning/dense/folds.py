@@ -49,7 +49,6 @@ class DenseVolumes:
     axes: ClassVar[str] = "dw"  # of what is laid on the volumes
 
     def of(self, fold: int) -> np.ndarray:
-        """The rows of a fold."""
         return self.rows[self.fold == fold]
 
     def people(self, fold: int) -> list[str]:
@@ -60,7 +59,6 @@ class DenseVolumes:
         raise NotImplementedError
 
     def names_of(self, row: int) -> frozenset[str]:
-        """Which of the names the labels of a row have."""
         return frozenset(self.names)
 
     def facts(self) -> pd.DataFrame:
@@ -93,7 +91,6 @@ class DenseVolumes:
 
     @property
     def summary(self) -> str:
-        """Volumes and participants of the folds in one line."""
         parts = []
         for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
             parts.append(f"{name} {len(self.of(fold))} volumes of {len(self.people(fold))}")

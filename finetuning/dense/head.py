@@ -86,12 +86,10 @@ def encoder_of(
 
 
 def label(arm: str) -> str:
-    """What tables call an arm."""
     return LABELS.get(arm, arm.replace("_", " "))
 
 
 def new_decoder(cfg: Config, width: int, num_outputs: int) -> nn.Module:
-    """The untrained decoder of a configuration."""
     head = cfg.head
     if head.kind == UNETR:
         return UnetrDecoder(cfg, width, num_outputs)

@@ -90,7 +90,6 @@ class Examined(Generic[Volumes]):
         }
 
     def by_name(self, lines: pd.DataFrame, columns: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
-        """arm -> name -> column -> estimate."""
         result: dict[str, dict[str, dict[str, Any]]] = {}
         for (arm, name), part in lines.groupby(["arm", "name"], sort=False):
             cells = {c: self.estimate(self.per_person(part, str(arm), c)) for c in columns}
@@ -114,7 +113,6 @@ class Examined(Generic[Volumes]):
         return gained, f"{words} {len(known_P)} participants could have shown {could}."
 
     def write_lines(self, name: str, lines: pd.DataFrame) -> None:
-        """A table of the run's folder."""
         buffer = io.BytesIO()
         lines.to_parquet(buffer, index=False)
         storage.write_bytes(storage.join(self.cfg.run.dir, name), buffer.getvalue())

@@ -363,13 +363,11 @@ def write(examined: Examined[LayerVolumes], content: Content) -> None:
 
 
 def drawn(volumes: LayerVolumes) -> list[int]:
-    """The first evaluated volume of each device."""
     index = volumes.store.index.loc[volumes.of(EVALUATED)]
     return list(map(int, index.groupby("device").row.first()))
 
 
 def tables(content: Content) -> list[Table]:
-    """Of the sectors."""
     own = content["etdrs"]
     rows = [[name, *(number(own[arm][name], ".1f") for arm in own)] for name in own[PRETRAINED]]
     title = f"ETDRS sectors: mean difference from the {content['truth']}, um"

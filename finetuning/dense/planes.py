@@ -57,7 +57,6 @@ class Planes:
     predicted_of: Callable[[Tensor], Tensor] = staticmethod(heights_of)
 
     def moved(self, truth: Tensor, moves: Moves) -> Tensor:
-        """Labels of planes that were moved."""
         return moves.heights(truth, self.size[1])
 
     def __init__(
@@ -98,7 +97,6 @@ class Planes:
         return self._truth[row]
 
     def _fits(self, size: int) -> bool:
-        """Whether so many bytes more stay in memory."""
         fits = self._held + size <= CACHE_BYTES
         self._held += size if fits else 0
         return fits
@@ -211,7 +209,6 @@ class Moves:
         return cls(map_, bent, light, boxes, bands, noise_seed, is_blurred)
 
     def of(self, places: Sequence[int]) -> Moves:
-        """The maps of some planes."""
         i = list(places)
         theta, bend, gain = self.theta_B23[i], self.bend_BK[i], self.gain_B3[i]
         return Moves(theta, bend, gain, self.box_B6[i], self.band_B4[i], self.seed, self.is_blurred)

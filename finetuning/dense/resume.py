@@ -68,11 +68,9 @@ class Moving:
         return self.decoder if self.average is None else self.average.module
 
     def copies(self) -> tuple[nn.Module, nn.Module]:
-        """Encoder and decoder as they are now."""
         return copy.deepcopy(self.encoder) if self.is_trained else self.encoder, copy.deepcopy(self.judged)
 
     def parts(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
         values = {"decoder": self.decoder, "optimizer": self.optimizer, "average": self.average}
         values |= {"encoder": self.encoder if self.is_trained else None}
         return {name: value for name, value in values.items() if value is not None}
@@ -85,7 +83,6 @@ class Moving:
             value.load_state_dict(state[name])
 
     def update(self, rate: float, clip: float) -> None:
-        """Move by the gradients."""
         moved = [p for group in self.optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(moved, clip)
         for group in self.optimizer.param_groups:
@@ -122,7 +119,6 @@ class Keeper:
         self._arm = lambda: {name: state()}
 
     def leave(self, name: str, trained: dict[str, Any]) -> None:
-        """The arm is finished; what was kept of it."""
         self.state["arms"][name] = {"trained": trained}
         self._arm = dict
         self.save()
@@ -131,7 +127,6 @@ class Keeper:
         self.checkpoints.save([], with_step=True)
 
     def stop_if_asked(self) -> None:
-        """Raise StopRequested after SIGTERM or Ctrl-C."""
         if self.runtime.stop_requested:
             raise StopRequested
 

@@ -135,7 +135,6 @@ class ClassPlanes(Planes):
     predicted_of = staticmethod(likeliest)
 
     def moved(self, truth: Tensor, moves: Moves) -> Tensor:
-        """Nearest; IGNORED where nothing is known."""
         return moves.classes(truth, IGNORED)
 
 
@@ -184,7 +183,6 @@ def count_lesions(
 def weighted_loss(
     cfg: Config, volumes: ClassVolumes, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """segmentation_loss with the weights of the training volumes."""
     weights = class_weights(volumes, cfg.finetune.class_weights)
     shown = [f"{n} {w:.2f}" for n, w in zip(("background", *volumes.names), weights, strict=True)]
     log.info("weights of classes: %s", ", ".join(shown))
@@ -215,13 +213,11 @@ def validation_dice(volumes: ClassVolumes, predicted: Predictions) -> dict[str, 
 
 
 def stored_values(_: nn.Module, source: Source, volumes: ClassVolumes, runtime: Runtime) -> dict[str, Any]:
-    """`classes` of a head's file."""
     values = {name: value for value, name in volumes.labels.classes.items()}
     return {"classes": {name: values[name] for name in volumes.names}}
 
 
 def measure(volumes: ClassVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
-    """A line for every class of a volume."""
     truth, nothing = volumes.read(row), float("nan")
     counts = overlap(predicted, truth, len(volumes.names))
     lesions = count_lesions(predicted, truth, len(volumes.names))
@@ -241,7 +237,6 @@ def measure(volumes: ClassVolumes, row: int, predicted: np.ndarray, arm: str) ->
 
 
 def more(examined: Examined[ClassVolumes]) -> Content:
-    """How many volumes have each class, and how many lesions of it."""
     lines = examined.lines[examined.lines.arm == PRETRAINED]
     return {
         "labelled_volumes": {n: int((part.labelled_mm3 > 0).sum()) for n, part in lines.groupby("name")},

@@ -107,8 +107,6 @@ def layers_of(names: Sequence[str], marked: Sequence[int] | None = None) -> dict
 
 
 class Sector(NamedTuple):
-    """Of one sector."""
-
     um: float  # mean thickness of what is known of it; NaN where that is too little
     share: float  # of it that is known
 
@@ -193,7 +191,6 @@ def _shape(thickness_um: Mapping[str, np.ndarray]) -> tuple[int, ...]:
 
 
 def _words(record: Mapping[str, Any]) -> str:
-    """Region and protocol of a volume, as far as they are known."""
     texts = (str(record.get(name) or "unknown") for name in ("region", "protocol"))
     return ", ".join(t for t in dict.fromkeys(texts) if t not in ("unknown", "nan")) or "no word of it"
 

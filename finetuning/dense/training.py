@@ -119,7 +119,6 @@ class Trained:
         return cls(best, list(state["history"]), list(state["losses"]), state["step"], state["is_over"])
 
     def facts(self, objective: Objective) -> dict[str, Any]:
-        """What the head's file says of it."""
         return {
             objective.metric: objective.sign * self.best.rank[0],
             "epoch": self.best.epoch,
@@ -305,7 +304,6 @@ def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def learnt_from(volumes: DenseVolumes) -> np.ndarray:
-    """The rows of training and validation."""
     return np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)]))
 
 

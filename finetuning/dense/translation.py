@@ -128,7 +128,6 @@ class StructuralProjection:
     """
 
     def __init__(self, volumes: FlowVolumes) -> None:
-        """Raises StorageError."""
         self.volumes = volumes
         parts: list[list[np.ndarray]] = [[] for _ in volumes.names]
         targets: list[list[np.ndarray]] = [[] for _ in volumes.names]
@@ -211,7 +210,6 @@ def validation_l1(volumes: FlowVolumes, predicted: Predictions) -> dict[str, flo
 
 
 def names(_: nn.Module, source: Source, volumes: FlowVolumes, runtime: Runtime) -> dict[str, Any]:
-    """`slabs` of a head's file."""
     return {"slabs": list(volumes.names)}
 
 

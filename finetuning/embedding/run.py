@@ -145,7 +145,6 @@ class Folder:
         return zarr.open_array(keys, path=name, mode="r+", zarr_format=3)
 
     def write(self, row: int, version: str, result: Embedded) -> None:
-        """Write a row: its patches, then its file."""
         if result.tokens is not None:
             self._tokens[row] = result.tokens.astype(np.float16)
             assert result.valid is not None
@@ -328,7 +327,6 @@ def _volumes(
 def embed_rows(
     encoder: nn.Module, cfg: Config, volumes: Volumes, rows: Sequence[int], folder: Folder, runtime: Runtime
 ) -> None:
-    """Read, embed and write these rows."""
     if not rows:
         return
     version = dict(zip(volumes.rows, volumes.versions, strict=True))

@@ -121,7 +121,6 @@ def _of_file(place: str, options: StorageOptions) -> list[Scan]:
 def _below(
     place: str, sizes: Mapping[str, int], options: StorageOptions, workers: int, only_dicom: bool
 ) -> list[Scan]:
-    """The scans of a folder."""
     listed, known = _listed(place, sizes, options)
     odd = [path for path in sizes if _is_odd(path) and _is_dicom(storage.join(place, path), options)]
     entries, others = read_tree(place, sizes, Rules(), options, workers, known)

@@ -142,17 +142,14 @@ class StoreVolumes:
 
     @property
     def planes(self) -> str:
-        """What the planes of the volumes are: a rule of data_setup/resample.py."""
         return self.store.planes
 
     @property
     def about(self) -> dict[str, Any]:
-        """What identifies the collection, for embed.json."""
         return {"store": storage.absolute(self.store.url), "synthetic": self.store.attrs["synthetic"]}
 
     @property
     def index(self) -> pd.DataFrame:
-        """What the store says of the rows, in their order."""
         return self.store.index.loc[self.rows]
 
     def known(self, row: int) -> dict[str, Any]:
@@ -161,7 +158,6 @@ class StoreVolumes:
         return {name: v.item() if isinstance(v, np.generic) else v for name, v in columns.items()}
 
     def reader(self, row: int) -> _StoreRow:
-        """What reads a row, here or in another process."""
         return _StoreRow(self.store, row, self.known(row))
 
 

@@ -264,7 +264,6 @@ def plain_entries(volumes: Volumes) -> list[Entry]:
         return raw_features(volumes.cfg, store, rows, volumes.runtime)
 
     def components(cohort: Cohort) -> np.ndarray:
-        """The principal components of the training fold."""
         is_train, voxels = cohort.fold == TRAIN, of_rows(rows, raw()[0])(cohort)
         count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1])
         return PCA(count, random_state=0).fit(voxels[is_train]).transform(voxels)
@@ -283,8 +282,6 @@ def plain_entries(volumes: Volumes) -> list[Entry]:
 
 
 def yardstick_entries(volumes: Volumes) -> list[Entry]:
-    """The strong rows without an encoder."""
-
     def entry(row: Yardstick) -> Entry:
         def features(cohort: Cohort) -> np.ndarray:
             assert row.volumes is not None

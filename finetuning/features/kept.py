@@ -153,7 +153,6 @@ class KeptFeatures:
 
     @property
     def feature_width(self) -> int:
-        """Of a token."""
         width: Any = self.encoder.feature_width
         return int(width)
 
@@ -224,7 +223,6 @@ class KeptFeatures:
                 raise StopRequested
 
     def _keep(self, kind: Kind, rows: np.ndarray) -> None:
-        """Compute what is missing, and write it batch by batch."""
         there = set(storage.list_names(storage.join(self.url, kind)))
         first: dict[str, int] = {}  # one row for each volume that is missing
         for row, name in zip(rows.tolist(), volume_digests(self.store, rows), strict=True):

@@ -107,7 +107,6 @@ class SliceEncoder:
         )
 
     def digest(self) -> str:
-        """SHA-256 over the names and contents of the folder's files."""
         digest = hashlib.sha256(f"{self.size} {self.blocks}\n".encode())
         for path in sorted(p for p in self.folder.iterdir() if p.is_file()):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())

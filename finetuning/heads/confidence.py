@@ -52,11 +52,9 @@ class Calibration:
     loss_after: float | None = None
 
     def state(self) -> dict[str, Any]:
-        """Plain values for the head's file."""
         return asdict(self)
 
     def text(self) -> str:
-        """One line for people."""
         if self.temperature is None:
             return f"uncalibrated: {self.reason}"
         return (
@@ -106,7 +104,6 @@ def calibrate(kind: str, outputs_nC: Tensor, target_nT: np.ndarray, person: np.n
 
 
 def _fit(kind: str, outputs: Tensor, target: Tensor, weight: Tensor, rows: np.ndarray) -> float:
-    """The temperature with the least log loss of these rows."""
     ends = (math.log(RANGE[0]), math.log(RANGE[1]))
     result = minimize_scalar(
         lambda log_t: _loss(kind, outputs, target, weight, rows, math.exp(log_t)),
@@ -139,7 +136,6 @@ class Familiarity:
     people: int
 
     def state(self) -> dict[str, Any]:
-        """Tensors and plain values for the head's file."""
         arrays = {name: torch.from_numpy(np.asarray(getattr(self, name), np.float32)) for name in _ARRAYS}
         return {**arrays, "rest": self.rest, "people": self.people}
 

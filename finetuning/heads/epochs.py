@@ -61,8 +61,6 @@ class Epochs:
 
 @dataclass
 class Best(Generic[Weights]):
-    """The best epoch."""
-
     rank: tuple[float, ...] = (-math.inf, -math.inf)  # more is better
     epoch: int = 0
     step: int = 0

@@ -122,7 +122,6 @@ def _finetune(
 
 
 def log_start(tuning: Tuning, progress: Progress) -> None:
-    """Log what is about to run, with the true counts."""
     calendar, cfg = tuning.calendar, tuning.cfg
     millions = sum(p.numel() for p in tuning.model.parameters()) / 1e6
     trained = sum(p.numel() for group in tuning.optimizer.param_groups for p in group["params"]) / 1e6

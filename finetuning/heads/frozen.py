@@ -76,8 +76,6 @@ class PooledInputs:
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Tokens and their validity, read from the kept features batch by batch."""
-
     kept: KeptFeatures
     cohort: Cohort
     device: torch.device
@@ -199,7 +197,6 @@ def train_grid(
 
 
 def epochs_of(cfg: Config, cohort: Cohort) -> Epochs:
-    """The batches of the training volumes."""
     return Epochs.of(cfg, int((cohort.fold == TRAIN).sum()))
 
 

@@ -263,8 +263,6 @@ class Examples:
 
 @dataclass(frozen=True)
 class Tuning:
-    """One fine-tuning on this process."""
-
     source: Source
     store: PreparedStore
     cohort: Cohort
@@ -280,7 +278,6 @@ class Tuning:
 
 
 def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime) -> Tuning:
-    """The checkpoint's encoder with a new head."""
     cfg = source.cfg
     examples = Examples(cfg, store, cohort)
     torch.manual_seed(cfg.seed)
@@ -318,7 +315,6 @@ class Progress(RunProgress):
         return self.step >= calendar.total or is_tired
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint."""
         return {**super().state_dict(), "best": self.best}
 
 

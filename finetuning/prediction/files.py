@@ -93,12 +93,10 @@ class Files:
 
     @property
     def about(self) -> Line:
-        """Common to all lines."""
         return {"format": self.form} | ({"anonymous": self.anonymous} if self.form in OF_A_SCAN else {})
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person reads first: whom the files name."""
         return (ANONYMOUS if self.anonymous else NAMED,) if self.form in OF_A_SCAN else ()
 
     @property
@@ -111,7 +109,6 @@ class Files:
         return storage.exists(line["file"], self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
-        """Those of some scans, in their order."""
         return (self.line(self.scans[path]) for path in paths)
 
     def line(self, asked: Scan) -> Line:

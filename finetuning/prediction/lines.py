@@ -87,7 +87,6 @@ class Lines:
 
     @property
     def all(self) -> list[Line]:
-        """Those of this start and of earlier ones."""
         return list(self._lines)
 
     def add(self, line: Line) -> None:
@@ -101,7 +100,6 @@ class Lines:
             self._write_all()
 
     def close(self) -> None:
-        """Write what is not written yet."""
         if self._file is not None:
             with named_errors(self.url), self._file:
                 os.fsync(self._file.fileno())  # some disks say only now that they are full
@@ -113,7 +111,6 @@ class Lines:
         storage.write_text(self.url, text, self._options)
 
     def _earlier(self) -> list[Line]:
-        """The lines of earlier starts with this head."""
         if not storage.exists(self.url, self._options):
             return []
         lines, checksum = [], self._common["head_sha256"]

@@ -64,7 +64,6 @@ class Page:
 
 
 def draw(page: Page) -> Figure:
-    """The figure of a page."""
     texts = _texts(page)
     height = len(texts) * LINE_INCH / (TEXT_SHARE if page.bars else TEXT_SHARE_ALONE)
     figure = Figure(figsize=(15.5, max(7.4, height)))
@@ -139,7 +138,6 @@ def chosen_planes(page: Page) -> list[int]:
 
 
 def _texts(page: Page) -> list[str]:
-    """The lines of the text column."""
     texts: list[str] = []
     for line in page.lines:
         texts += [part for row in line.splitlines() for part in textwrap.wrap(row, WRAP)] + [""]
@@ -212,7 +210,6 @@ def _enface(axes: np.ndarray, page: Page, planes: Sequence[int]) -> None:
 
 
 def _bscan(axis: Axes, page: Page, plane: int) -> None:
-    """One B-scan in millimetres, the acquired part of it."""
     _, h_mm, w_mm = page.spacing_mm
     image = page.volume[plane]
     extent = _extent(image.shape, (h_mm, w_mm), page.valid_box[2::2])
@@ -237,7 +234,6 @@ def _extent(
 
 
 def _overlay(axis: Axes, page: Page, plane: int) -> None:
-    """Evidence or surfaces on a B-scan."""
     _, h_mm, w_mm = page.spacing_mm
     h0, w0 = page.valid_box[2::2]
     extent = _extent(page.volume.shape[1:], (h_mm, w_mm), (h0, w0))
@@ -295,7 +291,6 @@ def _map_title(page: Page) -> str:
 
 
 def _keys(page: Page) -> list[Patch | Line2D]:
-    """What the colours mean."""
     if page.values is None:
         names = enumerate(page.surfaces)
         count = len(page.surfaces)

@@ -80,7 +80,6 @@ class LabelPredictor:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What every line says of the head."""
         return {
             "task": self.head.kind,
             "calibrated": self.calibration.temperature is not None,
@@ -89,11 +88,9 @@ class LabelPredictor:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a person reads first: which map the pictures show."""
         return (f"map: {self.method}",)
 
     def is_current(self, line: Mapping[str, Any]) -> bool:
-        """Whether its map is the one that is asked for now."""
         return bool(line["evidence"]["method"] == self.method)
 
     @torch.no_grad()
@@ -121,7 +118,6 @@ class LabelPredictor:
     def _evidence(
         self, volume: Volume, tokens_BNE: torch.Tensor, valid_BN: torch.Tensor, outputs_C: torch.Tensor
     ) -> Evidence:
-        """The map of one forward pass, or that of occlusion."""
         if self.method != OCCLUSION:
             return evidence_of(self.head, tokens_BNE, valid_BN, outputs_C)
         weights_C, name = explained_output(self.head, outputs_C)
@@ -192,7 +188,6 @@ def distance_percentile(familiarity: Familiarity | None, pooled_BF: torch.Tensor
 
 
 def distance_text(percentile: float | None) -> str:
-    """The distance in words."""
     if percentile is None:
         return f"Distance from the training set {NO_DISTANCE}."
     return f"Features: farther from the training set than {percentile:.0f} % of its held-out volumes."
@@ -206,14 +201,12 @@ def short_name(path: str, limit: int = 70) -> str:
 
 
 def describe(fields: dict[str, Any]) -> str:
-    """Device, protocol and side of a volume."""
     side = {"L": "left eye", "R": "right eye"}.get(str(fields["laterality"]), "side unknown")
     parts = [fields.get("device"), fields.get("protocol"), side]
     return ", ".join(str(part) for part in parts if part)
 
 
 def spacing_of(fields: dict[str, Any]) -> tuple[float, float, float]:
-    """Of the volume on the grid (d, h, w) in mm."""
     d, h, w = (float(fields[f"spacing_after_{axis}"]) for axis in "dhw")
     return d, h, w
 
@@ -233,12 +226,10 @@ class DensePredictor:
 
     @property
     def about(self) -> dict[str, Any]:
-        """What every line says of the head."""
         reason = f"uncalibrated: {self.kind.names} carry no probability"
         return {"task": self.kind.name, "calibrated": False, "calibration": reason}
 
     def is_current(self, line: Mapping[str, Any]) -> bool:
-        """The head has nothing beside its file."""
         return True
 
     @torch.no_grad()

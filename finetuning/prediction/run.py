@@ -54,8 +54,6 @@ Predictor = LabelPredictor | DensePredictor
 
 
 class Asked(NamedTuple):
-    """What a command line asks for."""
-
     places: Places
     form: str | None = None  # of FORMATS; None: of a head of classes nifti, else answers with pictures
     occlusion: bool = False
@@ -156,7 +154,6 @@ def _write(
 
 
 def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
-    """The head, its encoder from the override's place."""
     opened = KINDS[kind].open_head if kind in KINDS else open_head
     return opened(wanted, storage_options_of(overrides), encoder_place(overrides))
 

@@ -64,9 +64,10 @@ def train(config: str, overrides: Sequence[str]) -> int:
         )
     if is_dense:
         from finetuning.dense.kinds import KINDS
+        from finetuning.dense.training import train_head
 
         refuse_another_encoder(source)
-        return KINDS[cfg.task.kind].train(source)
+        return train_head(KINDS[cfg.task.kind], source)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)

@@ -33,7 +33,7 @@ from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, UNET, DenseHead
 from finetuning.dense.kind import Examined, Kind, Volumes
 from finetuning.dense.resume import volumes_checksum
 from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
-from finetuning.dense.training import learnt_from
+from finetuning.dense.training import learnt_from, train_head
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
@@ -75,7 +75,7 @@ class Fold(Generic[Volumes]):
             is_own = state["participants"] == people and labels == volumes_checksum(self.volumes)
             if is_own and state["encoder"]["checksum"] == self.source.state["checksum"]:
                 return self.kind.open_head(folder, options, self.source.url)
-        if self.kind.train(self.source, self.volumes, self.runtime) != EXIT_FINISHED:
+        if train_head(self.kind, self.source, self.volumes, self.runtime) != EXIT_FINISHED:
             raise StopRequested
         return self.kind.open_head(folder, options, self.source.url)
 

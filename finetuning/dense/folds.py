@@ -19,7 +19,7 @@ from data_setup.attach.grid import box, reach
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.splits import seeded_order
-from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort, count_seen
+from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import look_at
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -212,11 +212,6 @@ def chosen_names(
         expected = ", ".join(present) or nothing
         raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
     return names
-
-
-def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url: str, stage: str) -> int:
-    """How many evaluated participants were seen; UserError unless that is 0 or allowed."""
-    return count_seen(cfg, volumes.people(EVALUATED), {stage: seen}, url)
 
 
 def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:

@@ -9,10 +9,9 @@ bootstrap over participants, and the sentence that a paired difference allows.
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -23,16 +22,17 @@ from torch import Tensor, nn
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED
 from finetuning.cohort.source import Source
-from finetuning.dense.decoder import reads_blocks
 from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.head import DenseHead, open_dense_head
+from finetuning.dense.head import KEYS, Arm, DenseHead, encoders_of, new_decoder
 from finetuning.dense.planes import Planes
-from finetuning.dense.training import Objective, open_volumes, train_head
+from finetuning.features.kept import load_strictly
+from finetuning.heads.head_file import head_url, require_size
 from models.probes import intervals
 from models.probes.intervals import could_show, doubt, interval95, participant_draws, sign_flip_p, verdict
 from utils import storage
+from utils.checkpoint import CheckpointError, load_checkpoint, well_formed
+from utils.config.load import config_of_yaml
 from utils.config.schema import Config, StorageOptions
-from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 from utils.tables import Table
 
@@ -41,7 +41,6 @@ Volumes = TypeVar("Volumes", bound=DenseVolumes)
 Content = dict[str, Any]  # of an answer's file
 Line = dict[str, Any]  # what is measured of a name in a volume
 Predictions = Iterable[tuple[int, np.ndarray]]  # rows and what is predicted of them
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -153,34 +152,28 @@ class Kind(Generic[Volumes]):
     background: int = 0  # outputs without a name
     keys: tuple[str, ...] = ()  # that a head's file must have
 
+    def num_outputs(self, names: Sequence[str]) -> int:
+        """Of a decoder."""
+        return self.per_name * len(names) + self.background
+
     def open_head(self, wanted: str, options: StorageOptions, encoder_url: str | None = None) -> DenseHead:
-        """A head of this kind; as `open_dense_head`."""
-        return open_dense_head(
-            wanted, options, self.names, self.background, self.per_name, self.keys, encoder_url
-        )
+        """A head from its file or its run's folder, with its encoders: its own where they were trained, else
+        that of the checkpoint, which may have moved to `encoder_url`.
 
-    def objective(self, cfg: Config, volumes: Volumes, runtime: Runtime) -> Objective:
-        """What decoders of these volumes are trained for."""
-        return Objective(
-            num_outputs=self.per_name * len(volumes.names) + self.background,
-            metric=self.metric,
-            sign=self.sign,
-            planes=self.planes,
-            loss=self.loss(cfg, volumes, runtime.device),
-            score=partial(self.score, volumes),
-        )
-
-    def train(self, source: Source, volumes: Volumes | None = None, runtime: Runtime | None = None) -> int:
-        """Train what the configuration asks for; returns the exit code. `volumes`: in the place of those that
-        the splits of the people give. Raises UserError.
+        Raises CheckpointError for a damaged file or another encoder's checkpoint.
         """
-        source = replace(source, cfg=reads_blocks(source.cfg))
-        volumes = open_volumes(source, self.read_volumes) if volumes is None else volumes
-        log.info("%s: %s; %s", self.names, ", ".join(volumes.names), volumes.summary)
-        runtime = runtime or open_runtime(source.cfg.train.use_bf16)
-        objective = self.objective(source.cfg, volumes, runtime)
-
-        def state(encoder: nn.Module) -> dict[str, Any]:
-            return self.state(encoder, source, volumes, runtime)
-
-        return train_head(source, volumes, objective, runtime, state, self.shown)
+        url = head_url(wanted)
+        state = load_checkpoint(url, options)
+        expected = f"the file of a head with {self.names}"
+        if lost := sorted({*KEYS, *self.keys, self.names} - set(state)):
+            raise CheckpointError(f"{url}: expected {expected}, found no {', '.join(lost[:3])}")
+        with well_formed(url, expected):
+            cfg = config_of_yaml(state["config"], url)
+            require_size({"hidden": cfg.head.hidden}, url, 1)
+            names, arms = tuple(str(name) for name in state[self.names]), []
+            encoders = encoders_of(cfg, state, url, options, encoder_url)
+            for name, weights in state["arms"].items():
+                decoder = new_decoder(cfg, encoders[name].feature_width, self.num_outputs(names))
+                load_strictly(decoder, weights, f"{url}: decoder of {name}")
+                arms.append(Arm(name, encoders[name], decoder.eval().requires_grad_(False)))
+            return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)

@@ -35,7 +35,7 @@ from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import GRADER, IMAGE, UNET
 from finetuning.dense.kind import Kind
 from finetuning.dense.segmentation import likeliest
-from finetuning.dense.training import train_arm
+from finetuning.dense.training import Training, train_arm
 from finetuning.features.kept import KeptFeatures, features_folder
 from finetuning.features.slices import SliceEncoder
 from utils import storage
@@ -77,11 +77,9 @@ def on_image_model(
     """The head's decoder on the image model's tokens, which do not move; trained as that of the head."""
     cfg = replace(source.cfg, finetune=replace(source.cfg.finetune, encoder="frozen"))
     kept = KeptSlices(image.model, cfg, volumes.store, runtime, features_folder(cfg), image)
-    objective = kind.objective(cfg, volumes, runtime)
+    training = Training.of(kind, replace(source, cfg=cfg), volumes, runtime)
     with log_anew(cfg, cfg.train.max_steps or 0, synthetic=bool(volumes.store.attrs["synthetic"])) as run_log:
-        trained = train_arm(
-            IMAGE, replace(source, cfg=cfg), volumes, objective, runtime, run_log, encoder=kept
-        )
+        trained = train_arm(IMAGE, training, run_log, encoder=kept)
     assert trained.best.weights is not None
     kept.keep_tokens(np.unique(volumes.of(EVALUATED)))
     planes = kind.planes(cfg, kept, volumes, runtime.device)

@@ -34,7 +34,6 @@ from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
-from finetuning.dense import kind as kind_module
 from finetuning.dense import kinds, training
 from finetuning.dense.decoder import (
     UnetrDecoder,
@@ -46,7 +45,7 @@ from finetuning.dense.decoder import (
 )
 from finetuning.dense.evaluation import ALL, NOT_ASKED, OnScan, answer, evaluate, markdown
 from finetuning.dense.head import ALONE, MEAN, PRETRAINED, RANDOM, encoder_of
-from finetuning.dense.kind import Examined
+from finetuning.dense.kind import Examined, Kind
 from finetuning.dense.layers import LAYERS, LayerVolumes, read_volumes, validation_error
 from finetuning.dense.planes import Moves, Planes
 from finetuning.dense.surfaces import SECTORS, boundary_error_um
@@ -288,7 +287,7 @@ def test_errors_are_those_of_the_volumes_own_spacing(
     the files, from which what comes back from the grid differs a little.
     """
     head = LAYERS.open_head(str(trained), StorageOptions())
-    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
+    monkeypatch.setattr(Kind, "open_head", lambda *_: head)
     offsets = {id(arm.decoder): 1.0 + number for number, arm in enumerate(head.arms)}
     monkeypatch.setattr(Planes, "predict", shifted(world, offsets))
     command.main(["--head", str(trained), f"run.dir={tmp_path}"])
@@ -368,7 +367,7 @@ def test_people_whose_surfaces_no_training_volume_has(
     head = LAYERS.open_head(str(trained), StorageOptions())
     nothing = {key: [None] * len(head.names) for key in head.state["mean_heights"]}
     alone = replace(head, arms=head.arms[:1], state=head.state | {"mean_heights": nothing})
-    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: alone)
+    monkeypatch.setattr(Kind, "open_head", lambda *_: alone)
     monkeypatch.setattr(Planes, "predict", shifted(world, {id(alone.arms[0].decoder): 1.0}))
     text = evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}"])
     content = json.loads((tmp_path / "layers.json").read_text())
@@ -522,7 +521,7 @@ def test_people_of_the_heads_own_training_are_refused(
     head = LAYERS.open_head(str(trained), StorageOptions())
     person = volumes_of(world).people(EVALUATED)[0]
     head.state["participants"]["train"].append(person)
-    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
+    monkeypatch.setattr(Kind, "open_head", lambda *_: head)
     with pytest.raises(UserError, match=f"no participant of split test in its training, found 1 .{person}"):
         evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}"])
     text = evaluate(LAYERS, str(trained), [f"run.dir={tmp_path}", "eval.allow_overlap=true"])

@@ -25,9 +25,9 @@ from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
-from finetuning.dense import kind as kind_module
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
+from finetuning.dense.kind import Kind
 from finetuning.dense.segmentation import (
     IGNORED,
     SEGMENTATION,
@@ -190,7 +190,7 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
 ) -> None:
     """The truth laid on the grid has Dice 1 there; random initialisation sees background alone and has 0."""
     head = SEGMENTATION.open_head(str(trained), StorageOptions())
-    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
+    monkeypatch.setattr(Kind, "open_head", lambda *_: head)
 
     def predict(self: ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
         truth = self.volumes.read(row)

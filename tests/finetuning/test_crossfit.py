@@ -193,7 +193,7 @@ def test_one_table_over_all_people(
 
     (tmp_path / "layers.json").unlink()
     (tmp_path / "folds" / "02" / "unet.npz").unlink()
-    monkeypatch.setattr(Kind, "train", trains)
+    monkeypatch.setattr(module, "train_head", trains)
     monkeypatch.setattr(
         module, "plain_unet", lambda *_: (UNET, lambda row: np.zeros((len(content["names"]), 8, 32)), None)
     )

@@ -17,7 +17,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, Cohort
 from finetuning.cohort.metrics import observed
 from finetuning.cohort.source import Source
-from finetuning.features import entries, probing
+from finetuning.features import entries
 from finetuning.features.entries import Entry, Volumes, best_random, fold_by_fold, probe, short_names
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import yardsticks
@@ -52,7 +52,7 @@ def test_the_random_seed_is_chosen_on_validation(monkeypatch: pytest.MonkeyPatch
 
 def test_choosing_a_random_seed_in_crossfit_gains_nothing_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The validation people of a fold are evaluated in another: a mean over folds would have seen them."""
-    monkeypatch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+    monkeypatch.setattr(entries, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
     gains = []
     for trial in range(60):
         monkeypatch.setattr(entries, "encoder_entry", of_noise(trial))

@@ -22,7 +22,7 @@ from finetuning.answers.scorecard import difference, gains
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.cohort.metrics import Predictions, bootstrap_counts, measure, pool
 from finetuning.compare import parse
-from finetuning.features import entries as probing
+from finetuning.features import entries
 from finetuning.features.entries import Entry, Features, Probed, Volumes
 from finetuning.features.slices import SliceEncoder
 from models.probes import hidden
@@ -50,7 +50,7 @@ BASELINES = ["raw-voxel PCA", "mean A-scan profile", "device one-hot", *YARDSTIC
 def _one_penalty() -> Iterator[None]:
     """Probes choose among one C: nothing here is about that choice, and nine fits a probe are slow."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probing, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
+        patch.setattr(entries, "fit_logistic", partial(fit_logistic, c_grid=(1.0,)))
         patch.setattr(hidden, "MOST_STEPS", 15)
         yield
 

@@ -40,7 +40,7 @@ from finetuning.cohort.labels import units_of
 from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.metrics import interval
 from finetuning.cohort.source import check_fit, evaluated_config
-from finetuning.features.kept import KeptFeatures, features_folder, pretrained_encoder, random_encoder
+from finetuning.features.kept import KeptFeatures, pretrained_encoder, random_encoder
 from finetuning.heads.head_file import Head, open_head, predict_rows, require_same_grid
 from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws
@@ -232,7 +232,7 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> Content:
             state["participants"],
         )
     else:
-        require_same_grid(head, store)
+        require_same_grid(head.state, head.url, store)
         encoder, checksum = head.encoder, head.checksum
         seen = [person for ids in seen_by_head(cfg, head.state).values() for person in ids]
     eyes = choose_eyes(cfg, store)
@@ -247,7 +247,7 @@ def same_eye(cfg: Config, url: str, head: Head | None = None) -> Content:
     arms = {first: encoder, f"random initialisation (seed {cfg.seed})": random_encoder(cfg, cfg.seed)}
     rows = []
     for label, module in arms.items():
-        values = KeptFeatures(module, cfg, store, runtime, features_folder(cfg)).pooled(eyes.rows)
+        values = KeptFeatures(module, cfg, store, runtime).pooled(eyes.rows)
         centred = less_protocol_mean(values, eyes.device, eyes.fold == TRAIN)
         for form, table in ((AS_IS, values), (LESS_DEVICE, centred)):
             rows.append({"label": label, "features": form, **robustness(eyes, table, cfg.seed)})

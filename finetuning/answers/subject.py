@@ -36,7 +36,7 @@ from finetuning.cohort.cohort import (
 from finetuning.cohort.metrics import Scored
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
 from finetuning.features.entries import Entry, Volumes, best_random, encoder_entry, plain_entries, probe
-from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.kept import KeptFeatures
 from finetuning.heads.frozen import scores_of_fold
 from finetuning.heads.head_file import Head, open_head, predict_rows
 from utils import storage
@@ -149,7 +149,7 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
 def _evaluate_head(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
     cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
     if cfg.eval.protocol == "crossfit":
-        kept = KeptFeatures(head.encoder, cfg, store, runtime, features_folder(cfg))
+        kept = KeptFeatures(head.encoder, cfg, store, runtime)
         scores, of_val = zip(*(scores_of_fold(kept, cohort) for cohort in cohorts), strict=True)
         facts = {"validation": float(np.mean(of_val))}
         how = [

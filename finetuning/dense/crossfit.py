@@ -34,7 +34,7 @@ from finetuning.dense.kind import Examined, Kind, Volumes
 from finetuning.dense.resume import volumes_checksum
 from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
 from finetuning.dense.training import learnt_from, train_head
-from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.kept import KeptFeatures
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
 from utils import storage
@@ -105,8 +105,7 @@ class Fold(Generic[Volumes]):
         seconds = float(head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"])
         if cfg.finetune.encoder != "frozen":
             return seconds
-        encoder, folder = head.arms[0].encoder, features_folder(cfg)
-        kept = KeptFeatures(encoder, cfg, self.volumes.store, self.runtime, folder)
+        kept = KeptFeatures(head.arms[0].encoder, cfg, self.volumes.store, self.runtime)
         return seconds + kept.seconds(learnt_from(self.volumes))
 
     def _kept(self, name: str, head: DenseHead, make: Callable[[], Arm] | None = None) -> Examined[Volumes]:

@@ -41,7 +41,7 @@ from finetuning.dense.folds import DenseVolumes, count_look
 from finetuning.dense.head import PRETRAINED, RANDOM, TRUTHS, DenseHead, label
 from finetuning.dense.kind import HEAD, Content, Examined, Kind, Volumes
 from finetuning.dense.whole import Lattice, classes_at
-from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.features.kept import KeptFeatures
 from finetuning.features.yardsticks import LocalTokens
 from finetuning.heads.head_file import require_same_grid
 from models.probes.intervals import EXACT_BELOW, smallest_p
@@ -147,7 +147,7 @@ def evaluate(kind: Kind[Volumes], wanted: str, overrides: Sequence[str]) -> str:
     head = kind.open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = evaluated_config(head.cfg, head.url, overrides)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    require_same_grid(head, store)
+    require_same_grid(head.state, head.url, store)
     volumes = kind.read_volumes(cfg, store)
     if volumes.names != head.names:
         expected = f"the {kind.names} {list(head.names)}"
@@ -235,7 +235,7 @@ def _arms(
         if isinstance(arm.encoder, LocalTokens):
             planes = kind.planes(cfg, arm.encoder.to(runtime.device), volumes, runtime.device)
         else:
-            kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime, features_folder(cfg))
+            kept = KeptFeatures(arm.encoder, cfg, volumes.store, runtime)
             kept.keep_tokens(np.unique(volumes.of(EVALUATED)))
             planes = kind.planes(cfg, kept, volumes, runtime.device)
         decoder = arm.decoder.to(runtime.device)

@@ -45,7 +45,7 @@ from finetuning.dense.surfaces import (
     layer_overlap,
     layers_of,
 )
-from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
+from finetuning.features.kept import KeptFeatures, pooled_of_tokens
 from finetuning.heads.confidence import fit_familiarity
 from utils import storage
 from utils.config.schema import Config
@@ -217,7 +217,7 @@ def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Ru
     a frozen encoder has kept their tokens.
     """
     cfg = source.cfg
-    kept = KeptFeatures(encoder.requires_grad_(False), cfg, volumes.store, runtime, features_folder(cfg))
+    kept = KeptFeatures(encoder.requires_grad_(False), cfg, volumes.store, runtime)
     rows, is_train = volumes.of(TRAIN), volumes.fold == TRAIN
     kept.keep_tokens(np.unique(rows))
     familiarity = fit_familiarity(pooled_of_tokens(kept, rows), volumes.person[is_train])

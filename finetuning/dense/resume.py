@@ -22,15 +22,12 @@ from finetuning.cohort.source import Source
 from finetuning.dense.decoder import UNETR
 from finetuning.dense.folds import DenseVolumes
 from finetuning.features.yardsticks import LocalTokens
+from finetuning.heads.epochs import newest_of_run
 from finetuning.heads.tuning import layer_groups
 from models.vit3d import VisionTransformer3D
-from utils.checkpoint import CheckpointError, load_newest
-from utils.config.load import config_of_yaml, to_yaml
-from utils.config.schema import Config, keys_with
-from utils.errors import UserError
+from utils.config.load import to_yaml
+from utils.config.schema import Config
 from utils.run.checkpoints import Checkpoints
-from utils.run.folder import refuse_changes
-from utils.run.history import refuse_lost_checkpoints
 from utils.run.lease import Lease
 from utils.runtime.single import Runtime, StopRequested
 
@@ -144,30 +141,18 @@ class Keeper:
 
     def _restored(self) -> dict[str, Any]:
         """The newest intact checkpoint of this run, or one of step 0. Raises UserError for another run's."""
-        cfg = self.source.cfg
-        where = str(cfg.train.ckpt_dir)
-        state = load_newest(where, cfg.data.storage_options)
-        if state is None:
-            refuse_lost_checkpoints(cfg)
-            return {"step": 0, "arms": {}}
-        if state.get("kind") != KIND:
-            raise CheckpointError(
-                f"{where}: expected checkpoints of decoders, found those of another training"
-            )
-        began_as = config_of_yaml(state["config"], where, to_go_on=True)
-        refuse_changes(began_as, cfg, where, moved=keys_with("is_place"))
-        expected = {
-            "total_steps": (self.total, f"a run of {state['total_steps']} updates, which its rates rest on,"),
-            "encoder_checksum": (self.source.state["checksum"], f"the checkpoint {self.source.url}"),
-            "volumes_sha256": (self.volumes, f"the labelled volumes of {cfg.data.store}"),
-        }
-        for key, (value, text) in expected.items():
-            if state[key] != value:
-                raise UserError(
-                    f"{where}: expected {text} as the run began, found another; use another run.dir"
-                )
-        log.info("resuming from step %d of %s", state["step"], where)
-        return state
+        source, cfg = self.source, self.source.cfg
+
+        def expected_of(state: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+            updates = f"a run of {state['total_steps']} updates, which its rates rest on,"
+            return {
+                "total_steps": (self.total, updates),
+                "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
+                "volumes_sha256": (self.volumes, f"the labelled volumes of {cfg.data.store}"),
+            }
+
+        state = newest_of_run(cfg, KIND, ("decoders", "another training"), expected_of)
+        return {"step": 0, "arms": {}} if state is None else state
 
 
 def volumes_checksum(volumes: DenseVolumes) -> str:

@@ -57,7 +57,7 @@ class KeptSlices(KeptFeatures):
     def url(self) -> str:
         assert self.image is not None
         about = f"{self.image.digest()} {self.cfg.grid} {self.store.attrs['geometry']}"
-        return f"{self.folder}/{hashlib.sha256(about.encode()).hexdigest()[:32]}"
+        return f"{features_folder(self.cfg)}/{hashlib.sha256(about.encode()).hexdigest()[:32]}"
 
     @cached_property
     def feature_width(self) -> int:
@@ -76,7 +76,7 @@ def on_image_model(
 ) -> Arm:
     """The head's decoder on the image model's tokens, which do not move; trained as that of the head."""
     cfg = replace(source.cfg, finetune=replace(source.cfg.finetune, encoder="frozen"))
-    kept = KeptSlices(image.model, cfg, volumes.store, runtime, features_folder(cfg), image)
+    kept = KeptSlices(image.model, cfg, volumes.store, runtime, image)
     training = Training.of(kind, replace(source, cfg=cfg), volumes, runtime)
     with log_anew(cfg, cfg.train.max_steps or 0, synthetic=bool(volumes.store.attrs["synthetic"])) as run_log:
         trained = train_arm(IMAGE, training, run_log, encoder=kept)

@@ -37,7 +37,7 @@ from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state,
 from finetuning.dense.kind import Kind, Volumes
 from finetuning.dense.planes import Moves, Planes
 from finetuning.dense.resume import Encoder, Keeper, Moving
-from finetuning.features.kept import KeptFeatures, features_folder, load_strictly
+from finetuning.features.kept import KeptFeatures, load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
 from finetuning.heads.epochs import Best, Epochs
 from finetuning.heads.head_file import write_head
@@ -304,7 +304,7 @@ def _token_source(
     if isinstance(encoder, LocalTokens):
         return encoder.to(runtime.device)
     if not isinstance(encoder, KeptFeatures) and cfg.finetune.encoder == "frozen":
-        encoder = KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
+        encoder = KeptFeatures(encoder, cfg, volumes.store, runtime)
     if isinstance(encoder, KeptFeatures):
         encoder.keep_tokens(learnt_from(volumes))
         return encoder

@@ -23,7 +23,6 @@ from finetuning.cohort.source import Source, check_fit, open_source
 from finetuning.features.kept import (
     KeptFeatures,
     device_features,
-    features_folder,
     pretrained_encoder,
     random_encoder,
     raw_features,
@@ -306,4 +305,4 @@ def slice_entry(volumes: Volumes, encoder: SliceEncoder) -> Entry:
 def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:
     """The kept features of an encoder; a random one's are kept as well, by its weights."""
     cfg = encoder.source.cfg
-    return KeptFeatures(encoder.module, cfg, volumes.store, volumes.runtime, features_folder(cfg))
+    return KeptFeatures(encoder.module, cfg, volumes.store, volumes.runtime)

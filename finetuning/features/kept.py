@@ -149,7 +149,6 @@ class KeptFeatures:
     cfg: Config  # of the encoder: geometry, model; data.* says how rows are read
     store: PreparedStore
     runtime: Runtime
-    folder: str  # of all encoders: features_folder
 
     @property
     def feature_width(self) -> int:
@@ -199,7 +198,7 @@ class KeptFeatures:
             "precision": "bfloat16" if self.runtime.use_bf16 else "float32",
         }
         text = json.dumps(about, indent=1, sort_keys=True)
-        url = storage.join(self.folder, hashlib.sha256(text.encode()).hexdigest()[:32])
+        url = storage.join(features_folder(self.cfg), hashlib.sha256(text.encode()).hexdigest()[:32])
         if not storage.exists(storage.join(url, "about.json")):
             storage.write_text(storage.join(url, "about.json"), text + "\n")
         return url

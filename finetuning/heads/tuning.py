@@ -29,6 +29,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, Cohort
 from finetuning.cohort.source import Source
 from finetuning.features.kept import load_strictly, pretrained_encoder
+from finetuning.heads.epochs import newest_of_run
 from finetuning.heads.objective import Task, row_losses
 from models.engine_kernels import choose_kernels
 from models.heads import AttentiveHead, build_head
@@ -37,13 +38,11 @@ from models.probes.features import token_moments
 from models.stochastic import Stochastic
 from models.vit3d import Recompute, VisionTransformer3D, recompute_block
 from utils.batch_size import settle_batch
-from utils.checkpoint import CheckpointError, load_newest, to_host
-from utils.config.load import accumulation_steps, config_of_yaml, to_yaml
-from utils.config.schema import Config, keys_with
-from utils.errors import UserError
+from utils.checkpoint import to_host
+from utils.config.load import accumulation_steps, to_yaml
+from utils.config.schema import Config
 from utils.run.calendar import Calendar
-from utils.run.folder import refuse_changes, require_one_run
-from utils.run.history import refuse_lost_checkpoints
+from utils.run.folder import require_one_run
 from utils.run.progress import RunProgress
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
@@ -364,30 +363,18 @@ def restore(tuning: Tuning) -> Progress:
 def _read(tuning: Tuning) -> dict[str, Any] | None:
     """Weights, moments, progress of the newest intact checkpoint, if any; UserError for another run's."""
     cfg, source = tuning.cfg, tuning.source
-    where = str(cfg.train.ckpt_dir)
-    state = load_newest(where, cfg.data.storage_options)
-    if state is None:
-        refuse_lost_checkpoints(cfg)
-        return None
-    if state.get("kind") != KIND:
-        raise CheckpointError(
-            f"{where}: expected checkpoints of a fine-tuning, found those of a pre-training"
-        )
-    refuse_changes(
-        config_of_yaml(state["config"], where, to_go_on=True), cfg, where, moved=keys_with("is_place")
-    )
     data, truth = cfg.data.store, cohort_checksum(tuning.cohort, tuning.store)
-    expected = {
-        "total_steps": (tuning.calendar.total, f"a run of {state['total_steps']} updates"),
-        "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
-        "cohort_sha256": (truth, f"the labelled volumes of {data}"),
-        "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {data}"),
-    }
-    for key, (value, text) in expected.items():
-        if state[key] != value:
-            raise UserError(f"{where}: expected {text} as the run began, found another; use another run.dir")
-    log.info("resuming from step %d of %s", state["step"], where)
-    return {name: state[name] for name in ("model", "optimizer", "progress")}
+
+    def expected_of(state: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {
+            "total_steps": (tuning.calendar.total, f"a run of {state['total_steps']} updates"),
+            "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
+            "cohort_sha256": (truth, f"the labelled volumes of {data}"),
+            "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {data}"),
+        }
+
+    state = newest_of_run(cfg, KIND, ("a fine-tuning", "a pre-training"), expected_of)
+    return None if state is None else {name: state[name] for name in ("model", "optimizer", "progress")}
 
 
 def settle_memory(tuning: Tuning, step: int) -> Tuning:

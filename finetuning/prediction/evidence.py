@@ -17,14 +17,13 @@ shows the disease.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor, nn
 
-from finetuning.heads.head_file import Head, Standardise
+from finetuning.heads.head_file import Head
 from models.heads import AttentiveHead
 from models.probes.features import pool_tokens, token_moments
 from utils.config.schema import Config
@@ -37,24 +36,12 @@ MAX_BLOCKS = 128  # forward passes of a volume
 BATCH = 8  # hidden volumes that go through the encoder together
 
 
-class Reads(Protocol):
-    """A head on an encoder's tokens."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Of models.heads."""
-
-    @property
-    def standardise(self) -> Standardise | None:
-        """Of pooled features, None where there is none."""
-
-
 def cheap_method(head_kind: str) -> str:
     """The map of one forward pass that a head of this kind has."""
     return _CHEAP[head_kind]
 
 
-def outputs_of(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
+def outputs_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
     """A head's outputs [B, C] for the tokens of volumes."""
     if isinstance(head.module, AttentiveHead):
         return head.module(tokens_BNE, valid_BN)
@@ -111,7 +98,7 @@ def evidence_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, outputs_C: Ten
     return Evidence(values[0], cheap_method(head.state["head_kind"]), name)
 
 
-def cheap_map(head: Reads, tokens_BNE: Tensor, valid_BN: Tensor, weights_C: Tensor) -> Tensor:
+def cheap_map(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, weights_C: Tensor) -> Tensor:
     """The map [B, N] of one forward pass, float32 on the host: of a linear head its parts and the bias add
     up to outputs @ weights, of an mlp to first order; of an attentive head it is attention, for any weights.
     """
@@ -177,7 +164,7 @@ def hide(view_1CDHW: Tensor, hidden_BN: Tensor, cfg: Config) -> Tensor:
 @torch.no_grad()
 def occlusion_map(
     encoder: nn.Module,
-    head: Reads,
+    head: Head,
     view_1CDHW: Tensor,
     valid_1N: Tensor,
     weights_C: Tensor,

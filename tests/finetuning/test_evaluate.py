@@ -24,7 +24,6 @@ from finetuning.features.entries import probe
 from finetuning.features.kept import (
     KeptFeatures,
     device_features,
-    features_folder,
     pretrained_encoder,
     random_encoder,
     raw_features,
@@ -296,7 +295,7 @@ def test_features_say_how_many_are_done_and_when_the_last_is_expected(
     cfg = config(world, tmp_path / "run")
     store = PreparedStore.open(cfg.data.store)
     monkeypatch.setattr(terminal, "PLAIN_FIRST_S", 0.0)
-    KeptFeatures(random_encoder(cfg, 0), cfg, store, RUNTIME, features_folder(cfg)).pooled(np.arange(5))
+    KeptFeatures(random_encoder(cfg, 0), cfg, store, RUNTIME).pooled(np.arange(5))
     raw_features(cfg, store, np.arange(3), RUNTIME)
     lines = [re.sub(r", .* left$", "", line) for line in capfd.readouterr().err.splitlines()]
     assert [line for line in lines if line.startswith("features:")] == [

@@ -532,7 +532,7 @@ def test_a_plane_has_its_own_tokens_voxels_and_heights(world: Path, tmp_path: Pa
     cfg = config(world, "task.kind=layers", f"run.dir={tmp_path / 'run'}")
     volumes = volumes_of(world)
     encoder = random_encoder(cfg, 3)
-    kept = KeptFeatures(encoder, cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+    kept = KeptFeatures(encoder, cfg, volumes.store, RUNTIME)
     reader = Planes(cfg, kept, volumes, RUNTIME.device)
     row = int(volumes.of(VAL)[0])
     view = plain_view(next(evaluation_batches(cfg, volumes.store, np.array([row]), 1)))
@@ -575,7 +575,7 @@ def test_an_encoder_is_trained_with_its_decoder(
         start = encoder_of(arm.name, source.cfg, source.state, source.url).state_dict()
         end = arm.encoder.state_dict()
         assert [name for name in start if torch.equal(start[name], end[name])] == []
-        kept = KeptFeatures(arm.encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+        kept = KeptFeatures(arm.encoder, head.cfg, volumes.store, RUNTIME)
         reader = Planes(head.cfg, kept, volumes, RUNTIME.device)
         predicted = [(row, reader.predict(arm.decoder, row)) for row in map(int, volumes.of(VAL))]
         error = validation_error(volumes, predicted)["error_um"]
@@ -793,7 +793,7 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
     assert rows.shape[1:] == (record.shape_before_d, record.shape_before_w)
     np.testing.assert_allclose(um, (rows + 0.5) * record.spacing_before_h * 1000, rtol=1e-5)
     volumes = volumes_of(world)
-    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME, str(tmp_path / "features"))
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME)
     kept.keep_tokens(np.array([row]))
     heights = Planes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
     as_scan = rows[:, ::-1] if record.flipped_d else rows

@@ -508,7 +508,7 @@ def test_a_device_may_lack_a_class_that_validation_has() -> None:
     label = np.array([0, 1] * 4 + [0, 1, 2] * 4, float)
     person = np.array([f"p{number:02d}" for number in range(20)])
     cohort = Cohort("classification", ("a", "b", "c"), np.arange(20), fold, label[:, None], person, person)
-    probed = probing.probe([cohort], lambda of: label[:, None] + 0.1)
+    probed = entries.probe([cohort], lambda of: label[:, None] + 0.1)
     scores = probed.scored.evaluated().scores
     assert scores.shape == (6, 3)
     assert not scores[:, 2].any()

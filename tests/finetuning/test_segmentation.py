@@ -129,7 +129,7 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert "CHOROID" in (tmp_path / "study.csv").read_text()
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
     head = SEGMENTATION.open_head(str(trained), StorageOptions())
-    kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME)
     expected = ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
     values = read.values[::-1] if record.flipped_d else read.values
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])

@@ -283,7 +283,7 @@ def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_pa
         slabs = arrays["slabs"]
     record = store.index.loc[row]
     assert slabs.shape == (len(head.names), record.shape_before_d, record.shape_before_w)
-    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME, str(tmp_path / "features"))
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME)
     predicted = SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
     for name, slab, own in zip(head.names, slabs, volumes.cropped(row, predicted), strict=True):
         assert line["mean"][name] == pytest.approx(own.mean(), abs=0.02)

@@ -110,10 +110,7 @@ def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> Non
     rows = np.array([60, 8, 61])
     scores = predict_rows(head, store, rows, RUNTIME)
     tokens, valid = next(
-        (t, v)
-        for _, t, v in KeptFeatures(head.encoder, head.cfg, store, RUNTIME, str(tmp_path / "none")).compute(
-            rows
-        )
+        (t, v) for _, t, v in KeptFeatures(head.encoder, head.cfg, store, RUNTIME).compute(rows)
     )
     np.testing.assert_allclose(scores, head.module(tokens, valid).softmax(1), atol=1e-3)
 

@@ -36,7 +36,7 @@ def kept(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptFe
     monkeypatch.setattr("finetuning.features.kept.EVALUATION_BATCH", 4)
     cfg = config(world, tmp_path / "runs" / "a", "data.workers=0")
     store = PreparedStore.open(cfg.data.store)
-    return KeptFeatures(Counted(random_encoder(cfg, 0)), cfg, store, RUNTIME, features_folder(cfg))
+    return KeptFeatures(Counted(random_encoder(cfg, 0)), cfg, store, RUNTIME)
 
 
 def batches(kept: KeptFeatures) -> list[int]:

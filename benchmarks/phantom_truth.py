@@ -41,8 +41,8 @@ from data_setup.loader import start_early
 from data_setup.manifest import select_wanted
 from data_setup.phantom.truth import read_truth_file
 from data_setup.store.reader import PreparedStore
+from finetuning.answers.evaluation import find_checkpoint
 from finetuning.answers.scorecard import Answer
-from finetuning.answers.subject import find_checkpoint
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit

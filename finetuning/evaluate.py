@@ -16,7 +16,7 @@ difference pre-trained - random initialisation, its participant-bootstrap interv
 allows. All follow the protocol of
 models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
-that pre-training did not see. A head: finetuning/answers/subject.py.
+that pre-training did not see. A head: finetuning/answers/evaluation.py.
 
 Of layers, voxels or slabs, a task's file or a head with eval.protocol=crossfit: a head in each of eval.folds
 parts of the people (null: leave one person out), beside it a U-Net that has as much processor time, and with
@@ -62,10 +62,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _page_of_head(asked: argparse.Namespace) -> str | None:
     """The tables of a head of any kind; None where a signal stopped its folds."""
+    from finetuning.answers.evaluation import evaluate_head
     from finetuning.answers.evaluation_files import markdown
     from finetuning.answers.same_eye import markdown as same_eye_page
     from finetuning.answers.same_eye import same_eye_of_head
-    from finetuning.answers.subject import evaluate_head
     from finetuning.cohort.source import encoder_place, evaluated_config
     from finetuning.dense.crossfit import crossfit, source_of_head
     from finetuning.dense.evaluation import evaluate
@@ -88,8 +88,8 @@ def _page_of_head(asked: argparse.Namespace) -> str | None:
 
 def _page_of_checkpoint(asked: argparse.Namespace) -> str | None:
     """The same of a configuration, which may be a task's file: then it has the checkpoint's model."""
+    from finetuning.answers.evaluation import evaluate, find_checkpoint, printed
     from finetuning.answers.same_eye import markdown, same_eye
-    from finetuning.answers.subject import evaluate, find_checkpoint, printed
     from finetuning.cohort.source import is_task_file, open_source, refuse_unread
     from finetuning.dense.crossfit import crossfit
     from finetuning.dense.kinds import KINDS

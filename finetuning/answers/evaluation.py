@@ -1,19 +1,29 @@
 """What is asked of a checkpoint or a head, and the content of evaluation.json that answers it.
 
-In: a configuration, the store, the cohorts that are evaluated, the `Scored` of every row of the table. Out: a
-dictionary: rows with metrics and intervals, the difference between two rows with its verdict and what the
-cohort could have shown, subgroups, cautions.
+In: a configuration and its checkpoint. Rows: probes on the encoder (EMA target), on random initialisation
+(the seed that is best on validation, in each fold of crossfit its own) and on three baselines without an
+encoder; then the paired difference pre-trained - random initialisation.
+
+Or in: `head.pt` of finetuning.train (or its run's folder) and overrides of the configuration in it. Rows: the
+head, on people that neither it nor its encoder has seen, and a constant prediction that knows nothing. With
+eval.protocol=crossfit, of a frozen encoder, a head of the same configuration is trained in each fold: what is
+evaluated is the recipe, not the head of the file.
+
+Out: rows with metrics and intervals, the difference between two rows with its verdict and what the cohort
+could have shown, subgroups, cautions; tables and figures beside it in `${run.dir}`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
+from finetuning.answers.evaluation_files import write_evaluation
 from finetuning.answers.scorecard import (
     COLUMNS,
     Answer,
@@ -23,15 +33,38 @@ from finetuning.answers.scorecard import (
     scorecard,
     subgroups,
 )
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort import source as sources
+from finetuning.cohort.cohort import (
+    EVALUATED,
+    TRAIN,
+    VAL,
+    Cohort,
+    count_overlap,
+    count_seen,
+    read_cohorts,
+    seen_by_head,
+)
 from finetuning.cohort.ledger import cohort_facts, digest, look_at
 from finetuning.cohort.metrics import PRIMARY, Scored
+from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
+from finetuning.features.entries import Entry, Volumes, best_random, encoder_entry, plain_entries, probe
+from finetuning.features.kept import KeptFeatures
+from finetuning.heads.frozen import scores_of_fold
+from finetuning.heads.head_file import Head, open_head, predict_rows
 from models.probes import intervals
 from models.probes.intervals import MIN_PER_CLASS, too_few, verdict
+from utils import storage
+from utils.checkpoint import load_checkpoint
+from utils.config.load import storage_options_of
 from utils.config.schema import Config
-from utils.report.tables import CLASSES, TITLES
+from utils.errors import UserError
+from utils.report.tables import CLASSES, TITLES, evaluation_table
+from utils.runtime.open import open_runtime
+from utils.runtime.single import Runtime
+from utils.tables import terminal
 
 FORMAT_VERSION = 4
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -183,3 +216,142 @@ def few_people(people: Sequence[int]) -> list[str]:
         f"{few}: below {MIN_PER_CLASS} intervals are too narrow (some have no width), and nothing should be "
         "concluded from them."
     ]
+
+
+def find_checkpoint(cfg: Config) -> str:
+    """model.checkpoint, else best_probe.pt of this run; UserError names the missing file."""
+    if cfg.model.checkpoint is not None:
+        return sources.find_checkpoint(cfg.model.checkpoint, cfg.data.storage_options)
+    if cfg.train.ckpt_dir is None:
+        raise UserError("model.checkpoint: expected a checkpoint, found null, and train.ckpt_dir is null too")
+    url = storage.join(cfg.train.ckpt_dir, "best_probe.pt")
+    if not storage.exists(url, cfg.data.storage_options):
+        raise UserError(
+            f"{url}: expected the checkpoint with the best validation probe, found none; pretraining.train "
+            "writes it where val participants have labels; name another one with --checkpoint URL"
+        )
+    return url
+
+
+def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
+    """The content of evaluation.json of a checkpoint; an existing one of the same question is reused."""
+    url = find_checkpoint(cfg)
+    state = load_checkpoint(url, cfg.data.storage_options)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    check_fit(cfg, store, state, url)
+    cohorts = tuple(read_cohorts(cfg, store, state["participants"]))
+    overlap = sum(count_overlap(cfg, cohort, state["participants"], url) for cohort in cohorts)
+    asked = Asked(cfg, store, cohorts, overlap, state["checksum"])
+    known = asked.answer().known()
+    return _evaluate(asked, state, url, runtime) if known is None else known
+
+
+def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -> dict[str, Any]:
+    cfg, store = asked.cfg, asked.store
+    log.info(
+        "%d volumes, %s of %s, %d evaluated participants",
+        len(asked.rows),
+        asked.cohort.kind,
+        ", ".join(asked.cohort.names),
+        asked.people(EVALUATED),
+    )
+    volumes, source = Volumes(cfg, store, asked.rows, runtime), Source(cfg, url, state)
+    first = encoder_entry(volumes, source, "pretrained", "pre-trained encoder (EMA target)")
+
+    def vals_of(entry: Entry) -> list[float]:
+        return [probe([cohort], entry.features()).val_score for cohort in asked.cohorts]
+
+    random, note = best_random(volumes, asked.cohorts, source, vals_of)
+    entries = [first, replace(random, name="random_init"), *plain_entries(volumes)]
+    rows = [_row(asked, entry) for entry in entries]
+    content = answer(
+        asked,
+        rows,
+        ("Pre-training", "random initialisation"),
+        {"name": "probe", "url": url, "sha256": state["checksum"], "step": state["step"]},
+        [note],
+    )
+    return write_evaluation(asked.answer(), content, {row.name: row.scored for row in rows}, store.index)
+
+
+def _row(asked: Asked, entry: Entry) -> Row:
+    probed = probe(asked.cohorts, entry.features())
+    facts = {"chosen_c": probed.chosen_c, "val_score": probed.val_score, "num_features": probed.num_features}
+    return Row(entry.name, entry.label, probed.scored, facts)
+
+
+def printed(content: Mapping[str, Any]) -> str:
+    """The short table for a terminal, the verdict last."""
+    table = terminal(evaluation_table(content))
+    return "\n".join([table, *content["notes"], *content["cautions"], content["verdict"]])
+
+
+def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of evaluation.json of a head; one of the same question is reused. Raises UserError."""
+    head = open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
+    cfg = evaluated_config(head.cfg, head.url, overrides)
+    head = replace(head, cfg=cfg)
+    runtime = open_runtime(cfg.train.use_bf16)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    asked = _asked(head, cfg, store)
+    known = asked.answer().known()
+    return _evaluate_head(asked, head, runtime) if known is None else known
+
+
+def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
+    """Labels and folds; raises UserError for other classes, or for participants that were seen."""
+    is_crossed = cfg.eval.protocol == "crossfit"  # then the head's own training is no part of the answer
+    seen = {"encoder's pre-training": head.state["pretraining_participants"]}
+    cohorts = tuple(read_cohorts(cfg, store, *seen.values()))
+    if cohorts[0].names != head.names:
+        expected = f"the labels {list(head.names)}, found {list(cohorts[0].names)}"
+        raise UserError(f"{head.url}: expected {expected}")
+    people = np.concatenate([c.person[c.fold == EVALUATED] for c in cohorts]).tolist()
+    overlap = count_seen(cfg, people, seen if is_crossed else seen_by_head(cfg, head.state), head.url)
+    seen_by = "the encoder's pre-training" if is_crossed else "training"
+    return Asked(cfg, store, cohorts, overlap, head.checksum, seen_by)
+
+
+def _evaluate_head(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
+    cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
+    if cfg.eval.protocol == "crossfit":
+        kept = KeptFeatures(head.encoder, cfg, store, runtime)
+        scores, of_val = zip(*(scores_of_fold(kept, cohort) for cohort in cohorts), strict=True)
+        facts = {"validation": float(np.mean(of_val))}
+        how = [
+            "In each fold a head of this configuration was trained and chosen on the others. The encoder saw "
+            f"nobody's labels, and in pre-training the images of {asked.overlap} of the "
+            f"{asked.people(EVALUATED)} evaluated participants."
+        ]
+    else:
+        scores, how = (_scores(cohorts[0], head, store, runtime),), []
+        facts = {"validation": head.state["validation"]["score"]}
+    first = Row("head", f"{head.state['head_kind']} head", Scored(cohorts, scores), facts)
+    constant = Row("constant", "one prediction for all", Scored(cohorts, tuple(map(_constant, cohorts))), {})
+    kind = f"{head.state['head_kind']} head on a {'frozen' if head.is_frozen else 'fine-tuned'} encoder"
+    content = answer(
+        asked,
+        [first, constant],
+        ("The head", "one prediction for all"),
+        {"name": "head", "url": head.url, "sha256": head.checksum, "encoder": dict(head.state["encoder"])},
+        [f"The head: {kind} {head.state['encoder']['url']}.", *how],
+    )
+    scores_of_rows = {row.name: row.scored for row in (first, constant)}
+    return write_evaluation(asked.answer(), content, scores_of_rows, store.index)
+
+
+def _scores(cohort: Cohort, head: Head, store: PreparedStore, runtime: Runtime) -> np.ndarray:
+    """What the head says of all volumes [n, C], NaN of those that trained it."""
+    scores = np.full((len(cohort.rows), cohort.num_outputs), np.nan)
+    is_wanted = cohort.fold != TRAIN
+    scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
+    return scores
+
+
+def _constant(cohort: Cohort) -> np.ndarray:
+    """The mean target over training units for every volume [n, C]: shares of classes, or a mean value."""
+    _, first = np.unique(cohort.unit[cohort.fold == TRAIN], return_index=True)
+    target = cohort.target[cohort.fold == TRAIN][first]
+    if cohort.kind in ("classification", "ordinal"):
+        target = np.eye(cohort.num_outputs)[target[:, 0].astype(int)]
+    return np.tile(target.mean(axis=0), (len(cohort.rows), 1))

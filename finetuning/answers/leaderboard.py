@@ -27,20 +27,7 @@ from finetuning.answers.page import Board, Row
 from finetuning.cohort.cohort import count_overlap, read_cohorts
 from finetuning.cohort.ledger import cohort_facts, count_looks, data_digest, digest, look_at
 from finetuning.cohort.source import Source
-from finetuning.features.entries import (
-    RANDOM_SEEDS,
-    Entry,
-    Volumes,
-    architecture,
-    best_random,
-    check_sources,
-    encoder_entry,
-    open_sources,
-    plain_entries,
-    short_names,
-    slice_entry,
-    yardstick_entries,
-)
+from finetuning.features import entries as features
 from finetuning.features.slices import SliceEncoder
 from utils import storage
 from utils.config.load import flatten
@@ -73,7 +60,7 @@ class Desk:
     checksums: str
     look: int | None = None
 
-    def answer(self, entry: Entry, column: str) -> Cells:
+    def answer(self, entry: features.Entry, column: str) -> Cells:
         if (kept := self.answers.read(entry.identity, column)) is not None:
             return kept
         if self.look is None:  # one line for all that this command computes, before anything is computed
@@ -88,18 +75,18 @@ class Desk:
 def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     """Answer what is missing and return the board. Raises UserError."""
     named = [*words.checkpoints, *([words.control] if words.control else [])]
-    sources = open_sources(words.config, words.overrides, named)
+    sources = features.open_sources(words.config, words.overrides, named)
     cfg = sources[0].cfg
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    check_sources(sources, store)
+    features.check_sources(sources, store)
     seen = sorted({person for source in sources for person in source.state["participants"]})
     cohorts = read_cohorts(cfg, store, seen)
     overlaps = {
         s.url: sum(count_overlap(cfg, c, s.state["participants"], s.url) for c in cohorts) for s in sources
     }
     rows = np.unique(np.concatenate([cohort.rows for cohort in cohorts]))
-    volumes = Volumes(cfg, store, rows, runtime or open_runtime(cfg.train.use_bf16))
-    seeds = [cfg.seed + number for number in range(RANDOM_SEEDS)]
+    volumes = features.Volumes(cfg, store, rows, runtime or open_runtime(cfg.train.use_bf16))
+    seeds = [cfg.seed + number for number in range(features.RANDOM_SEEDS)]
     entries = entries_of(words, volumes, sources)
     folder = storage.join(cfg.run.dir, "leaderboard")
     protocol = protocol_of(cfg, seeds)
@@ -130,37 +117,37 @@ def leaderboard(words: Words, runtime: Runtime | None = None) -> Board:
     return Board(cfg, store, cohorts, seeds, columns, answered, notes, look, is_new, folder)
 
 
-def entries_of(words: Words, volumes: Volumes, sources: Sequence[Source]) -> list[Entry]:
+def entries_of(words: Words, volumes: features.Volumes, sources: Sequence[Source]) -> list[features.Entry]:
     """The rows that the command line names, and the baselines; random initialisation is not among them."""
-    names = short_names(sources)
+    names = features.short_names(sources)
     entries = []
     for number, (source, name) in enumerate(zip(sources, names, strict=True)):
         is_control = number >= len(words.checkpoints)
         label = f"control: {name}" if is_control else name
-        entries.append(encoder_entry(volumes, source, f"checkpoint_{number}", label))
+        entries.append(features.encoder_entry(volumes, source, f"checkpoint_{number}", label))
     if words.image_encoder:
-        entries.append(slice_entry(volumes, words.image_encoder))
-    return [*entries, *plain_entries(volumes), *yardstick_entries(volumes)]
+        entries.append(features.slice_entry(volumes, words.image_encoder))
+    return [*entries, *features.plain_entries(volumes), *features.yardstick_entries(volumes)]
 
 
-def columns_of(entry: Entry, columns: Sequence[str]) -> list[str]:
+def columns_of(entry: features.Entry, columns: Sequence[str]) -> list[str]:
     return [column for column in columns if entry.encoder or column not in NEEDS_ENCODER]
 
 
-def random_entries(desk: Desk, sources: Sequence[Source]) -> tuple[list[Entry], list[str]]:
+def random_entries(desk: Desk, sources: Sequence[Source]) -> tuple[list[features.Entry], list[str]]:
     """For each architecture the random encoder whose probe is best on validation, and notes of all seeds."""
     volumes, cohorts = desk.question.volumes, desk.question.cohorts
     column = LINEAR if len(cohorts) == 1 else BY_FOLD
-    of = {architecture(source.cfg): source for source in reversed(sources)}
+    of = {features.architecture(source.cfg): source for source in reversed(sources)}
     is_one_size = len({source.cfg.model.size for source in of.values()}) == 1
     chosen = []
     for source in of.values():
         arm = "random initialisation" + ("" if is_one_size else f" {source.cfg.model.size}")
 
-        def vals_of(entry: Entry) -> list[float]:
+        def vals_of(entry: features.Entry) -> list[float]:
             return [cell.val for cell in desk.answer(entry, column).values()]
 
-        chosen.append(best_random(volumes, cohorts, source, vals_of, arm))
+        chosen.append(features.best_random(volumes, cohorts, source, vals_of, arm))
     return [entry for entry, _ in chosen], [note for _, note in chosen]
 
 

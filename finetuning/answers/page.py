@@ -17,9 +17,8 @@ from matplotlib.figure import Figure
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.columns import DEVICES, HIDDEN, LINEAR, LOW_SHOT, Cells
-from finetuning.answers.comparison import Comparison, compare, estimate
 from finetuning.answers.evaluation import few_people
-from finetuning.answers.scorecard import Estimate, people_of_classes
+from finetuning.answers.scorecard import Comparison, Estimate, compare, estimate, people_of_classes
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.metrics import PRIMARY
 from finetuning.features.entries import Entry

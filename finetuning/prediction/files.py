@@ -17,14 +17,7 @@ import numpy as np
 import yaml
 from scipy.ndimage import label
 
-from data_setup.export.predictions import (
-    load_highdicom,
-    write_height_map,
-    write_nifti,
-    write_npz,
-    write_png,
-    write_seg,
-)
+from data_setup.export import predictions
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import kind_by_name
 from data_setup.resample import rule_of
@@ -79,7 +72,7 @@ class Files:
         self.options, self.anonymous, self.foveas = cfg.data.storage_options, anonymous, foveas
         self.of_layers = form == HEIGHTMAP or head.state.get("kind") == LAYERS
         if form == "seg":
-            load_highdicom()
+            predictions.load_highdicom()
         _require_names(scans)
         self.scans = {scan.record.path: scan for scan in scans}
         self.classes: dict[str, int] = (
@@ -154,9 +147,9 @@ class Files:
         in_file = scan.header.to_file_order(rows, 1)
         if form == HEIGHTMAP:
             version = head.checksum[:DIGITS]
-            write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
+            predictions.write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
         elif form == NPZ:
-            write_npz({"surfaces": in_file, "names": np.array(head.names)}, place, options)
+            predictions.write_npz({"surfaces": in_file, "names": np.array(head.names)}, place, options)
         else:
             self._write_classes(between(rows, scan.header.shape[1]), asked, scan, place)
         fields = scan.fields | asked.facts(scan.header) | {"path": asked.record.path}
@@ -167,15 +160,15 @@ class Files:
         """Classes in the order of the reader's frames as a file."""
         options, in_file = self.options, scan.header.to_file_order(labels)
         if self.form == "nifti":
-            write_nifti(labels, scan.header, asked.record.path, place, options)
+            predictions.write_nifti(labels, scan.header, asked.record.path, place, options)
         elif self.form == NPZ:
-            write_npz({"labels": in_file}, place, options)
+            predictions.write_npz({"labels": in_file}, place, options)
         elif self.form == "png":
-            write_png(in_file, place, options)
+            predictions.write_png(in_file, place, options)
         else:
             classes = {value: name for name, value in self.classes.items()}
             version = self.head.checksum[:DIGITS]
-            write_seg(in_file, classes, scan.header, version, place, options, self.anonymous)
+            predictions.write_seg(in_file, classes, scan.header, version, place, options, self.anonymous)
 
 
 def between(rows_SDW: np.ndarray, num_rows: int) -> np.ndarray:

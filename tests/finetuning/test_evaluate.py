@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
+from finetuning.answers import evaluation as module
 from finetuning.answers import evaluation_files
-from finetuning.answers import subject as module
-from finetuning.answers.subject import evaluate, find_checkpoint, printed
+from finetuning.answers.evaluation import evaluate, find_checkpoint, printed
 from finetuning.cohort.cohort import read_cohort
 from finetuning.evaluate import main
 from finetuning.features import entries

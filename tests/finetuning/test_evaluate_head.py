@@ -16,10 +16,9 @@ from sklearn import metrics as sk
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers import evaluation_files
-from finetuning.answers.evaluation import Asked
+from finetuning.answers.evaluation import Asked, evaluate, evaluate_head
 from finetuning.answers.evaluation_files import predictions_table
 from finetuning.answers.scorecard import difference, group_of_volumes, people_of_classes, scorecard, subgroups
-from finetuning.answers.subject import evaluate, evaluate_head
 from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.metrics import Predictions, Scored

@@ -15,10 +15,9 @@ import pytest
 from data_setup.store.reader import PreparedStore
 from finetuning.answers import columns
 from finetuning.answers.columns import Answers, Cell, Question, device_tables, low_shots
-from finetuning.answers.comparison import bootstrap_p, compare, estimate, holm
 from finetuning.answers.leaderboard import Words, leaderboard, protocol_of
 from finetuning.answers.page import Board, cautions, results_of, verdicts, write_pages
-from finetuning.answers.scorecard import difference, gains
+from finetuning.answers.scorecard import bootstrap_p, compare, difference, estimate, gains, holm
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, read_cohort
 from finetuning.cohort.metrics import Predictions, bootstrap_counts, measure, pool
 from finetuning.compare import parse

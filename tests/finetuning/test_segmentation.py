@@ -25,21 +25,10 @@ from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
+from finetuning.dense import segmentation
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
 from finetuning.dense.kind import Kind
-from finetuning.dense.segmentation import (
-    IGNORED,
-    SEGMENTATION,
-    ClassPlanes,
-    ClassVolumes,
-    class_weights,
-    count_lesions,
-    dice,
-    overlap,
-    read_volumes,
-    segmentation_loss,
-)
 from finetuning.features.kept import KeptFeatures
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, words
@@ -74,9 +63,9 @@ def trained(world: Path) -> Path:
     return run
 
 
-def volumes_of(world: Path, *extra: str) -> ClassVolumes:
+def volumes_of(world: Path, *extra: str) -> segmentation.ClassVolumes:
     cfg = config(world, "task.kind=segmentation", *extra)
-    return read_volumes(cfg, PreparedStore.open(cfg.data.store))
+    return segmentation.read_volumes(cfg, PreparedStore.open(cfg.data.store))
 
 
 def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> None:
@@ -90,8 +79,8 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     assert content["names"] == ["CHOROID", "ONL"]
     text = (tmp_path / "segmentation.md").read_text()
     assert "This is look 1 at these test participants" in text
-    assert evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
-    head = SEGMENTATION.open_head(str(trained), StorageOptions())
+    assert evaluate(segmentation.SEGMENTATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
     best = head.state["validation"][PRETRAINED]
     assert best["dice"] == max(line["dice"] for line in best["history"])
     assert head.state["classes"] == {"CHOROID": 10, "ONL": 6}
@@ -108,9 +97,9 @@ def test_lesions_are_counted_one_by_one() -> None:
     truth, predicted = np.zeros((2, 4, 6, 12), np.uint8)
     truth[0:2, 1:3, 1:4] = truth[2, 3, 4] = truth[1, 1, 9] = 1
     predicted[0, 1, 1] = predicted[1, 2, 3] = predicted[3, 5, 11] = predicted[0, 5, 8] = 1
-    truth[0, 5, 7:10] = IGNORED
+    truth[0, 5, 7:10] = segmentation.IGNORED
     truth[3, 0, 0] = 2
-    assert np.array(count_lesions(predicted, truth, 2)).tolist() == [[2, 1], [1, 0], [1, 0]]
+    assert np.array(segmentation.count_lesions(predicted, truth, 2)).tolist() == [[2, 1], [1, 0], [1, 0]]
 
 
 def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_path: Path) -> None:
@@ -128,9 +117,11 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert set(line) == documented("files", "classes")
     assert "CHOROID" in (tmp_path / "study.csv").read_text()
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
-    head = SEGMENTATION.open_head(str(trained), StorageOptions())
+    head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
     kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME)
-    expected = ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
+    expected = segmentation.ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
+        head.arms[0].decoder, row
+    )
     values = read.values[::-1] if record.flipped_d else read.values
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
     box = volumes.field(row)
@@ -189,16 +180,16 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The truth laid on the grid has Dice 1 there; random initialisation sees background alone and has 0."""
-    head = SEGMENTATION.open_head(str(trained), StorageOptions())
+    head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
     monkeypatch.setattr(Kind, "open_head", lambda *_: head)
 
-    def predict(self: ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
+    def predict(self: segmentation.ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
         truth = self.volumes.read(row)
-        return np.where((truth == IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
+        return np.where((truth == segmentation.IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
 
-    monkeypatch.setattr(ClassPlanes, "predict", predict)
+    monkeypatch.setattr(segmentation.ClassPlanes, "predict", predict)
     gone = f"data.manifest_path={tmp_path / 'gone.tsv'}"
-    text = evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}", gone])
+    text = evaluate(segmentation.SEGMENTATION, str(trained), [f"run.dir={tmp_path}", gone])
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
     assert content["against"][RANDOM]["value"] == 1.0
@@ -221,13 +212,13 @@ def test_overlap_is_that_of_monai() -> None:
     rng = np.random.default_rng(0)
     truth, predicted = (rng.integers(0, 4, (5, 6, 7)).astype(np.uint8) for _ in range(2))
     truth[truth == 3] = 0
-    truth[:, :2] = IGNORED
+    truth[:, :2] = segmentation.IGNORED
 
     def hot(some: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.stack([some[:, 2:] == n for n in range(4)])[None].astype(np.float32))
 
     expected = compute_dice(hot(predicted), hot(truth), include_background=False)[0].numpy()
-    own = dice(*overlap(predicted, truth, 3))
+    own = segmentation.dice(*segmentation.overlap(predicted, truth, 3))
     np.testing.assert_allclose(own, expected, rtol=1e-6)
     assert np.isnan(own[2])
 
@@ -240,14 +231,14 @@ def test_the_loss_is_that_of_monai_on_what_is_known() -> None:
     # MONAI's weights would weigh its Dice as well
     whole = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
     plain = whole(logits, truth[:, None])
-    torch.testing.assert_close(segmentation_loss(logits, truth, torch.ones(3)), plain)
-    difference = segmentation_loss(logits, truth, weight) - plain
+    torch.testing.assert_close(segmentation.segmentation_loss(logits, truth, torch.ones(3)), plain)
+    difference = segmentation.segmentation_loss(logits, truth, weight) - plain
     weighted, even = (torch.nn.functional.cross_entropy(logits, truth, weight=w) for w in (weight, None))
     torch.testing.assert_close(difference, weighted - even)
     wider = torch.cat([logits, torch.randn(2, 3, 2, 5, 3, generator=generator)], dim=4).requires_grad_()
-    ignored = torch.cat([truth, torch.full((2, 2, 5, 3), IGNORED)], dim=3)
-    loss = segmentation_loss(wider, ignored, weight)
-    torch.testing.assert_close(loss, segmentation_loss(logits, truth, weight))
+    ignored = torch.cat([truth, torch.full((2, 2, 5, 3), segmentation.IGNORED)], dim=3)
+    loss = segmentation.segmentation_loss(wider, ignored, weight)
+    torch.testing.assert_close(loss, segmentation.segmentation_loss(logits, truth, weight))
     loss.backward()
     assert wider.grad is not None
     assert bool((wider.grad[..., 6:] == 0).all())
@@ -263,14 +254,14 @@ def test_classes_are_places_inside_the_field(world: Path) -> None:
     inside = np.zeros(stored.shape, bool)
     inside[box] = True
     assert set(np.unique(places[inside])) == {0, 1, 2}
-    assert (places[~inside] == IGNORED).all()
+    assert (places[~inside] == segmentation.IGNORED).all()
     np.testing.assert_array_equal(places[inside] == 1, stored[inside] == 10)
     np.testing.assert_array_equal(places[inside] == 2, stored[inside] == 6)
     assert volumes.counts(row).tolist() == np.bincount(places[inside], minlength=3).tolist()
-    weights = class_weights(volumes, "auto")
+    weights = segmentation.class_weights(volumes, "auto")
     totals = np.sum([volumes.counts(int(r)) for r in volumes.of(TRAIN)], axis=0)
     assert weights.argsort().tolist() == totals.argsort()[::-1].tolist()
-    assert class_weights(volumes, "none").tolist() == [1, 1, 1]
+    assert segmentation.class_weights(volumes, "none").tolist() == [1, 1, 1]
 
 
 def test_what_nobody_labelled_is_ignored(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +271,7 @@ def test_what_nobody_labelled_is_ignored(world: Path, monkeypatch: pytest.Monkey
     assert volumes.names == ("GCL", "CHOROID")
     row = int(volumes.of(TRAIN)[0])
     stored, box = volumes.labels.read(row), volumes.field(row)
-    np.testing.assert_array_equal(volumes.read(row)[box] == IGNORED, stored[box] == 1)
+    np.testing.assert_array_equal(volumes.read(row)[box] == segmentation.IGNORED, stored[box] == 1)
     counts = np.bincount(volumes.read(row)[box].ravel(), minlength=256)
     assert volumes.counts(row).tolist() == counts[:3].tolist()
 

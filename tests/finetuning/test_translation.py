@@ -21,21 +21,9 @@ from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
+from finetuning.dense import translation
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
-from finetuning.dense.translation import (
-    TRANSLATION,
-    FlowVolumes,
-    SlabPlanes,
-    StructuralProjection,
-    first_bright_row,
-    l1,
-    measure,
-    read_volumes,
-    slab_loss,
-    slabs_of,
-    ssim,
-)
 from finetuning.features.kept import KeptFeatures
 from tests.finetuning.test_segment import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
@@ -70,12 +58,12 @@ def trained(world: Path) -> Path:
     return run
 
 
-def volumes_of(world: Path, *extra: str) -> FlowVolumes:
+def volumes_of(world: Path, *extra: str) -> translation.FlowVolumes:
     cfg = config(world, "task.kind=translation", *extra)
-    return read_volumes(cfg, PreparedStore.open(cfg.data.store))
+    return translation.read_volumes(cfg, PreparedStore.open(cfg.data.store))
 
 
-def mean_greys(volumes: FlowVolumes, fold: int) -> list[float]:
+def mean_greys(volumes: translation.FlowVolumes, fold: int) -> list[float]:
     """Mean value of each slab over the volumes of a fold that have it."""
     slabs = np.stack([volumes.read(int(row)) for row in volumes.of(fold)])
     return [float(np.nanmean(slabs[:, place])) for place in range(len(volumes.names))]
@@ -110,10 +98,10 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
     assert len(lines) == 4 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
     text = (tmp_path / "translation.md").read_text()
     assert "This is look 1 at these test participants" in text
-    assert evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    assert evaluate(translation.TRANSLATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
     with Image.open(tmp_path / "translation.png") as picture:
         assert min(picture.size) > 400
-    head = TRANSLATION.open_head(str(trained), StorageOptions())
+    head = translation.TRANSLATION.open_head(str(trained), StorageOptions())
     best = head.state["validation"][PRETRAINED]
     assert best["l1"] == min(line["l1"] for line in best["history"])
 
@@ -121,13 +109,13 @@ def test_a_decoder_learns_the_phantoms_slabs(world: Path, trained: Path, tmp_pat
 def test_the_baseline_is_a_projection_of_structure(world: Path) -> None:
     """It knows where the retina's slabs are dark and bright, and nothing of the evaluated volumes."""
     volumes = volumes_of(world)
-    baseline = StructuralProjection(volumes)
+    baseline = translation.StructuralProjection(volumes)
     row = int(volumes.of(EVALUATED)[0])
     predicted, truth = baseline.predict(row), volumes.read(row)
     assert predicted.shape == truth.shape
     assert np.nanmean(np.abs(predicted - truth)) < np.nanstd(truth)
-    alone = StructuralProjection(
-        FlowVolumes(
+    alone = translation.StructuralProjection(
+        translation.FlowVolumes(
             volumes.store,
             volumes.of(TRAIN),
             volumes.fold[volumes.fold == TRAIN],
@@ -142,7 +130,7 @@ def test_the_baseline_is_a_projection_of_structure(world: Path) -> None:
 def test_first_bright_row_of_a_step() -> None:
     volume = np.zeros((2, 40, 3))
     volume[:, 25:, :] = 2.0
-    assert np.abs(first_bright_row(volume, 0.05) - 25).max() <= 1
+    assert np.abs(translation.first_bright_row(volume, 0.05) - 25).max() <= 1
 
 
 def test_ssim_is_that_of_monai() -> None:
@@ -153,11 +141,13 @@ def test_ssim_is_that_of_monai() -> None:
     field = (slice(2, 18), slice(3, 27))
     known = np.full_like(truth, np.nan)
     known[field] = truth[field]
-    assert ssim(predicted, known, field) == pytest.approx(ssim_of(predicted[field], truth[field]), abs=1e-4)
-    assert ssim(known, known, field) == pytest.approx(1)
-    assert np.isnan(ssim(predicted, known, (slice(0, 18), slice(3, 27))))
-    assert l1(predicted, known) == pytest.approx(np.abs(predicted - truth)[field].mean())
-    assert np.isnan(l1(predicted, np.full_like(truth, np.nan)))
+    assert translation.ssim(predicted, known, field) == pytest.approx(
+        ssim_of(predicted[field], truth[field]), abs=1e-4
+    )
+    assert translation.ssim(known, known, field) == pytest.approx(1)
+    assert np.isnan(translation.ssim(predicted, known, (slice(0, 18), slice(3, 27))))
+    assert translation.l1(predicted, known) == pytest.approx(np.abs(predicted - truth)[field].mean())
+    assert np.isnan(translation.l1(predicted, np.full_like(truth, np.nan)))
 
 
 def test_a_slab_is_what_its_weights_look_at() -> None:
@@ -165,14 +155,14 @@ def test_a_slab_is_what_its_weights_look_at() -> None:
     outputs = torch.zeros(1, 4, 2, 6, 3)
     outputs[:, 0, :, 4], outputs[:, 1, :, 1] = 0.7, 0.3  # values of two slabs
     outputs[:, 2, :, 4], outputs[:, 3, :, 1] = 100.0, 100.0  # their weights
-    slabs = slabs_of(outputs)
+    slabs = translation.slabs_of(outputs)
     assert slabs.shape == (1, 2, 2, 3)
     assert torch.allclose(slabs[0, 0], torch.tensor(0.7))
     assert torch.allclose(slabs[0, 1], torch.tensor(0.3))
     truth = torch.full((1, 2, 2, 3), float("nan"))
     truth[0, 0, 0, 0] = 0.2
     outputs.requires_grad_()
-    loss = slab_loss(outputs, truth)
+    loss = translation.slab_loss(outputs, truth)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(0.5)
     assert outputs.grad is not None
@@ -194,7 +184,7 @@ def test_planes_are_put_together_as_they_lie(world: Path) -> None:
     cfg = config(world, "task.kind=translation")
     row, num_tokens = int(volumes.of(TRAIN)[0]), int(np.prod(cfg.grid))
     kept: Any = SimpleNamespace(tokens=lambda rows: np.zeros((len(rows), num_tokens, 2), np.float16))
-    predicted = SlabPlanes(cfg, kept, volumes, torch.device("cpu")).predict(Mean(), row)
+    predicted = translation.SlabPlanes(cfg, kept, volumes, torch.device("cpu")).predict(Mean(), row)
     record = volumes.store.index.loc[row]
     voxels = (volumes.store.read(row) - record.intensity_mean) / record.intensity_std
     means = np.where(volumes.store.read(row).any(axis=1), voxels.mean(axis=1), np.nan)
@@ -219,7 +209,7 @@ def test_slabs_are_the_rows_own_by_name(world: Path) -> None:
     assert not np.array_equal(first, second)
 
 
-class Narrow(FlowVolumes):
+class Narrow(translation.FlowVolumes):
     """A scan that does not fill its grid."""
 
     def field(self, row: int) -> tuple[slice, slice]:
@@ -232,7 +222,7 @@ def test_ssim_is_of_the_scanned_field_alone(world: Path) -> None:
     row = int(volumes.of(TRAIN)[0])
     predicted = np.full_like(volumes.read(row), 0.3)
     box = narrow.field(row)
-    lines = measure(narrow, row, predicted, PROJECTION)
+    lines = translation.measure(narrow, row, predicted, PROJECTION)
     assert [line["name"] for line in lines] == list(volumes.names)
     for line, own, truth in zip(lines, predicted, volumes.read(row), strict=True):
         assert line["ssim"] == pytest.approx(ssim_of(own[box], truth[box]), abs=1e-4)
@@ -260,7 +250,7 @@ def test_what_does_not_fit_is_refused(world: Path, trained: Path, tmp_path: Path
     with pytest.raises(ConfigError, match=r"task\.names: expected null with task.kind classification"):
         config(world, "task.names=[deep]")
     with pytest.raises(ConfigError, match=r"task\.names: expected None as in training"):
-        evaluate(TRANSLATION, str(trained), [f"run.dir={tmp_path}", "task.names=[deep]"])
+        evaluate(translation.TRANSLATION, str(trained), [f"run.dir={tmp_path}", "task.names=[deep]"])
     words = ["--checkpoint", str(trained), "--out", str(tmp_path), "--dicom", "scan.dcm"]
     with pytest.raises(UserError, match="a head of layers with --format heightmap, found one of translation"):
         predict_command.main([*words, "--format", "heightmap"])
@@ -271,7 +261,7 @@ def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_pa
     volume.
     """
     volumes = volumes_of(world)
-    head, store = TRANSLATION.open_head(str(trained), StorageOptions()), volumes.store
+    head, store = translation.TRANSLATION.open_head(str(trained), StorageOptions()), volumes.store
     row = int(next(iter(store.index.index[store.index.flipped_d]), store.kept[0]))
     path = world / "tree" / store.index.path[row]
     words = ["--checkpoint", str(trained), "--out", str(tmp_path), "data.workers=0", "--dicom", str(path)]
@@ -284,7 +274,9 @@ def test_files_get_the_slabs_of_their_volumes(world: Path, trained: Path, tmp_pa
     record = store.index.loc[row]
     assert slabs.shape == (len(head.names), record.shape_before_d, record.shape_before_w)
     kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME)
-    predicted = SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
+    predicted = translation.SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
+        head.arms[0].decoder, row
+    )
     for name, slab, own in zip(head.names, slabs, volumes.cropped(row, predicted), strict=True):
         assert line["mean"][name] == pytest.approx(own.mean(), abs=0.02)
         assert np.nanmin(slab) >= 0

@@ -128,29 +128,25 @@ class Folder:
                 names = ("row", "token", "feature")[: 1 + len(inner)]
                 whole, chunk = (num_rows, *inner), (1, *inner)
                 group.create_array(name, shape=whole, chunks=chunk, dimension_names=names, **of_kind)
-            array: zarr.Array = getattr(self, f"_{name}")
+            array = group[name]
+            assert isinstance(array, zarr.Array)
             if array.shape[0] < num_rows:
                 array.resize((num_rows, *inner))
 
     @cached_property
-    def _tokens(self) -> zarr.Array:
-        return self._array("tokens")
-
-    @cached_property
-    def _valid(self) -> zarr.Array:
-        return self._array("valid")
-
-    def _array(self, name: str) -> zarr.Array:
+    def _patches(self) -> dict[str, zarr.Array]:
         keys = ObjectStore(storage.join(self.url, PATCHES), self.options, read_only=False)
-        return zarr.open_array(keys, path=name, mode="r+", zarr_format=3)
+        return {
+            name: zarr.open_array(keys, path=name, mode="r+", zarr_format=3) for name in ("tokens", "valid")
+        }
 
     def write(self, row: int, version: str, result: Embedded) -> None:
         if result.tokens is not None:
-            self._tokens[row] = result.tokens.astype(np.float16)
             assert result.valid is not None
-            self._valid[row] = result.valid
+            self._patches["tokens"][row] = result.tokens.astype(np.float16)
+            self._patches["valid"][row] = result.valid
         elif self.with_patches:  # a reject now, perhaps not before: no patches of another version stay
-            self._tokens[row], self._valid[row] = np.nan, False
+            self._patches["tokens"][row], self._patches["valid"][row] = np.nan, False
         arrays = {"facts": np.array(json.dumps({"version": version, "fields": result.fields}))}
         if result.mean is not None and result.std is not None:
             arrays |= {"mean": result.mean, "std": result.std}
@@ -164,13 +160,12 @@ class Folder:
     def missing(self, rows: Sequence[int], versions: Sequence[str]) -> list[int]:
         """The rows that are not done, ascending."""
         there = set(storage.list_names(storage.join(self.url, "rows"), self.options))
-        pairs = list(zip(rows, versions, strict=True))
-        is_done = in_threads(lambda pair: f"{pair[0]:06d}.npz" in there and self._is_done(*pair), pairs)
-        return [row for row, done in zip(rows, is_done, strict=True) if not done]
-
-    def _is_done(self, row: int, version: str) -> bool:
-        content = self._read(row)
-        return content is not None and content[1] == version and content[0].mean is not None
+        kept = in_threads(lambda row: self._read(row) if f"{row:06d}.npz" in there else None, rows)
+        return [
+            row
+            for row, version, content in zip(rows, versions, kept, strict=True)
+            if content is None or content[1] != version or content[0].mean is None
+        ]
 
     def _read(self, row: int) -> tuple[Embedded, str] | None:
         """A row without its patches and its version; None for a damaged file, so that it is made again."""
@@ -196,7 +191,11 @@ class Folder:
             raise UserError(f"{self._row_url(lost[0])}: expected the row just written, found none; run again")
         parts = [content[0] for content in results if content is not None]
         types = {name: kind for name, (kind, _) in INDEX_COLUMNS.items()}
-        rows_fields = [part.fields | {"path": _utf8(part.fields["path"])} for part in parts]
+        # a path whose name may be no UTF-8 has its odd bytes as \xff: a table holds text
+        rows_fields = [
+            part.fields | {"path": os.fsencode(part.fields["path"]).decode("utf-8", "backslashreplace")}
+            for part in parts
+        ]
         own = pd.DataFrame(rows_fields, columns=list(types))
         if index is None:
             index = own.assign(flipped_d=[part.fields.get("flipped_d", False) for part in parts]).astype(
@@ -209,25 +208,13 @@ class Folder:
         is_seen = people.isin(list(seen)).astype("boolean").mask(people.isna())
         table = pa.Table.from_pandas(index.assign(seen_in_pretraining=is_seen), preserve_index=False)
         for name in ("mean", "std"):
-            table = table.append_column(name, _lists([getattr(part, name) for part in parts], about["width"]))
+            lists = pa.array([getattr(part, name) for part in parts], pa.list_(pa.float32(), about["width"]))
+            table = table.append_column(name, lists)
         table = table.replace_schema_metadata({**(table.schema.metadata or {}), "embed": json.dumps(about)})
         buffer = io.BytesIO()
         pq.write_table(table, buffer)
         storage.write_bytes(storage.join(self.url, TABLE), buffer.getvalue(), self.options)
         return index
-
-
-def _utf8(path: str) -> str:
-    """A path whose name may be no UTF-8, its odd bytes as \\xff: a table holds text."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-def _lists(values: Sequence[np.ndarray | None], width: int) -> pa.FixedSizeListArray:
-    """A column of lists of `width` float32; null for None."""
-    nothing = np.zeros(width, np.float32)
-    flat = np.concatenate([nothing if value is None else value for value in values])
-    is_null = pa.array([value is None for value in values])
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float32()), width, mask=is_null)
 
 
 def _short(value: Any) -> str:
@@ -244,7 +231,9 @@ def embed(
     url = find_checkpoint(checkpoint, options)
     state = load_checkpoint(url, options)
     require_pretraining(state, url)
-    cfg = _config(state, url, store, overrides)
+    words = [*overrides, *([f"data.store={store}"] if store else [])]
+    cfg = overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
+    cfg = on_own_endpoint(cfg, overrides)
     volumes = _volumes(cfg, state, url, store, places, out)
     in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1
     runtime = open_runtime(cfg.train.use_bf16, END_PATIENCE_S if in_group else None)
@@ -294,14 +283,6 @@ def _fill(
         index = folder.finish(volumes.rows, volumes.index, about, seen)
         num_rejects = report(folder.url, index, len(todo))
     return runtime.group.broadcast(num_rejects)
-
-
-def _config(state: dict[str, Any], url: str, store: str | None, overrides: Sequence[str]) -> Config:
-    """The checkpoint's configuration with the store and the overrides; raises ConfigError."""
-    words = [*overrides, *([f"data.store={store}"] if store else [])]
-    return on_own_endpoint(
-        overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE), overrides
-    )
 
 
 def _volumes(

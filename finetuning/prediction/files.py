@@ -75,6 +75,10 @@ class Files:
             predictions.load_highdicom()
         _require_names(scans)
         self.scans = {scan.record.path: scan for scan in scans}
+        is_of_a_scan = form in OF_A_SCAN
+        self.about: Line = {"format": form} | ({"anonymous": anonymous} if is_of_a_scan else {})
+        self.notes = (ANONYMOUS if anonymous else NAMED,) if is_of_a_scan else ()  # a person reads them first
+        self.versions = {path: version_of(scan.record, self.options) for path, scan in self.scans.items()}
         self.classes: dict[str, int] = (
             {name: value for value, name in enumerate(layers_of(head.names), 1) if name != RETINA}
             if self.of_layers
@@ -83,19 +87,6 @@ class Files:
         if form != HEIGHTMAP and not (self.of_layers and form == NPZ):  # these hold surfaces
             named = {value: name for name, value in self.classes.items()}
             storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named), self.options)
-
-    @property
-    def about(self) -> Line:
-        return {"format": self.form} | ({"anonymous": self.anonymous} if self.form in OF_A_SCAN else {})
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return (ANONYMOUS if self.anonymous else NAMED,) if self.form in OF_A_SCAN else ()
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Path of a scan -> a digest that changes with its file."""
-        return {path: version_of(scan.record, self.options) for path, scan in self.scans.items()}
 
     def has_files(self, line: Line) -> bool:
         """Whether what an earlier line names is there."""

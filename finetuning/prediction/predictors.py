@@ -75,20 +75,14 @@ class LabelPredictor:
         self.calibration: Calibration = stored_calibration(head.state)
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
         self.method = OCCLUSION if occlusion else cheap_method(head.state["head_kind"])
-        head.encoder.to(runtime.device)
-        head.module.to(runtime.device)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        return {
-            "task": self.head.kind,
+        self.notes: tuple[str, ...] = (f"map: {self.method}",)  # what a person reads first
+        self.about = {  # what every line says of the head
+            "task": head.kind,
             "calibrated": self.calibration.temperature is not None,
             "calibration": self.calibration.text(),
         }
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (f"map: {self.method}",)
+        head.encoder.to(runtime.device)
+        head.module.to(runtime.device)
 
     def is_current(self, line: Mapping[str, Any]) -> bool:
         return bool(line["evidence"]["method"] == self.method)
@@ -215,19 +209,16 @@ class DensePredictor:
     """The pre-trained arm of a head of layers or translation."""
 
     folder = ""  # of arrays
-    notes = ()  # what is predicted is measured by finetuning.evaluate, and no map is drawn
+    notes: tuple[str, ...] = ()  # what is predicted is measured by finetuning.evaluate, and no map is drawn
 
     def __init__(self, head: DenseHead, cfg: Config, runtime: Runtime) -> None:
         self.head, self.cfg, self.runtime = head, cfg, runtime
         self.kind, self.arm = KINDS[head.state["kind"]], head.arms[0]
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
+        reason = f"uncalibrated: {self.kind.names} carry no probability"
+        self.about = {"task": self.kind.name, "calibrated": False, "calibration": reason}
         self.arm.encoder.to(runtime.device)
         self.arm.decoder.to(runtime.device)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        reason = f"uncalibrated: {self.kind.names} carry no probability"
-        return {"task": self.kind.name, "calibrated": False, "calibration": reason}
 
     def is_current(self, line: Mapping[str, Any]) -> bool:
         return True

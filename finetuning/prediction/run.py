@@ -23,7 +23,7 @@ from finetuning.cohort.ledger import values_digest
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
-from finetuning.dense.surfaces import Foveas, read_foveas
+from finetuning.dense.surfaces import read_foveas
 from finetuning.embedding.scans import Places, Scan, find_scans
 from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
 from finetuning.embedding.volumes import FileVolumes, Reject, Volume
@@ -71,7 +71,8 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
     kind = head_kind(wanted, storage_options_of(overrides))
     form = "nifti" if asked.form is None and kind == SEGMENTATION else asked.form
     _check(wanted, kind, asked._replace(form=form))
-    head = _open(wanted, kind, overrides)
+    opened = KINDS[kind].open_head if kind in KINDS else open_head
+    head: Head | DenseHead = opened(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
@@ -85,9 +86,14 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
         if isinstance(head, DenseHead) and form is not None:
             work = Files(head, cfg, scans, form, out, runtime, asked.anonymous, foveas)
         else:
-            planes = rule_of(head.state.get("geometry", {}))
-            predictor = _predictor(head, cfg, runtime, asked.occlusion, foveas)
-            work = Answers(predictor, cfg, scans, out, planes)
+            predictor: Predictor
+            if not isinstance(head, DenseHead):
+                predictor = LabelPredictor(head, cfg, runtime, asked.occlusion)
+            elif kind == LAYERS:
+                predictor = SurfacePredictor(head, cfg, runtime, foveas)
+            else:
+                predictor = SlabPredictor(head, cfg, runtime)
+            work = Answers(predictor, cfg, scans, out, rule_of(head.state.get("geometry", {})))
         lines, code = _write(work, head, cfg, runtime, asked, out, lease)
         lines = [*{line["path"]: line for line in lines}.values()]  # of a scan in two forms the newer
         by_path = {scan.record.path: scan for scan in scans}
@@ -153,21 +159,6 @@ def _write(
     return lines.all, EXIT_FAILURE if num_rejects else EXIT_FINISHED
 
 
-def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
-    opened = KINDS[kind].open_head if kind in KINDS else open_head
-    return opened(wanted, storage_options_of(overrides), encoder_place(overrides))
-
-
-def _predictor(
-    head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion: bool, foveas: Foveas
-) -> Predictor:
-    if not isinstance(head, DenseHead):
-        return LabelPredictor(head, cfg, runtime, occlusion)
-    if head.state["kind"] == LAYERS:
-        return SurfacePredictor(head, cfg, runtime, foveas)
-    return SlabPredictor(head, cfg, runtime)
-
-
 class Answers:
     """A line with its picture, and the arrays of a prediction, for volumes on the grid; as Files."""
 
@@ -181,28 +172,16 @@ class Answers:
         self.options = cfg.data.storage_options
         self.volumes = FileVolumes(scans, cfg.spatial, cfg.data.storage_options, planes)
         self.person = {scan.record.path: scan.person or None for scan in scans}
-
-    @property
-    def about(self) -> Line:
-        return self.predictor.about
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.predictor.notes
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return dict(zip(self.volumes.paths, self.volumes.versions, strict=True))
+        self.about: Line = predictor.about
+        self.notes = predictor.notes
+        self.versions = dict(zip(self.volumes.paths, self.volumes.versions, strict=True))
 
     def has_files(self, line: Line) -> bool:
         """Whether the picture and the arrays that a line names are there, and of what is asked for now."""
-        places = [line.get("picture", ""), line.get("arrays", "")]
-        if not all(place is None or self._is_there(place) for place in places):
-            return False
+        for place in (line.get("picture", ""), line.get("arrays", "")):
+            if place is not None and not (place and storage.exists(f"{self.folder}/{place}", self.options)):
+                return False
         return self.predictor.is_current(line)
-
-    def _is_there(self, place: str) -> bool:
-        return bool(place) and storage.exists(storage.join(self.folder, place), self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
         row_of = dict(zip(self.volumes.paths, self.volumes.rows, strict=True))

@@ -84,10 +84,6 @@ class Asked:
         return self.cohorts[0]
 
     @property
-    def chosen(self) -> str:
-        return "C" if self.seen_by == "pre-training" else "The head"
-
-    @property
     def rows(self) -> np.ndarray:
         """The store rows of all cohorts, ascending."""
         return np.unique(np.concatenate([cohort.rows for cohort in self.cohorts]))
@@ -201,9 +197,9 @@ def cautions_of(asked: Asked, people: Sequence[int]) -> list[str]:
             "(eval.allow_overlap=true)."
         )
     if cfg.eval.split == "val" and cfg.eval.protocol == "official":
+        chosen = "C" if asked.seen_by == "pre-training" else "The head"
         lines.append(
-            f"{asked.chosen} was chosen on the evaluated participants (eval.split=val): the numbers are "
-            "optimistic."
+            f"{chosen} was chosen on the evaluated participants (eval.split=val): the numbers are optimistic."
         )
     return lines + few_people(people)
 
@@ -263,7 +259,12 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
 
     random, note = best_random(volumes, asked.cohorts, source, vals_of)
     entries = [first, replace(random, name="random_init"), *plain_entries(volumes)]
-    rows = [_row(asked, entry) for entry in entries]
+    rows = []
+    for entry in entries:
+        probed = probe(asked.cohorts, entry.features())
+        facts = {"chosen_c": probed.chosen_c, "val_score": probed.val_score}
+        facts |= {"num_features": probed.num_features}
+        rows.append(Row(entry.name, entry.label, probed.scored, facts))
     content = answer(
         asked,
         rows,
@@ -272,12 +273,6 @@ def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -
         [note],
     )
     return write_evaluation(asked.answer(), content, {row.name: row.scored for row in rows}, store.index)
-
-
-def _row(asked: Asked, entry: Entry) -> Row:
-    probed = probe(asked.cohorts, entry.features())
-    facts = {"chosen_c": probed.chosen_c, "val_score": probed.val_score, "num_features": probed.num_features}
-    return Row(entry.name, entry.label, probed.scored, facts)
 
 
 def printed(content: Mapping[str, Any]) -> str:
@@ -324,7 +319,10 @@ def _evaluate_head(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]
             f"{asked.people(EVALUATED)} evaluated participants."
         ]
     else:
-        scores, how = (_scores(cohorts[0], head, store, runtime),), []
+        of_head = np.full((len(cohorts[0].rows), cohorts[0].num_outputs), np.nan)
+        is_wanted = cohorts[0].fold != TRAIN  # nobody asks for those that trained it
+        of_head[is_wanted] = predict_rows(head, store, cohorts[0].rows[is_wanted], runtime)
+        scores, how = (of_head,), []
         facts = {"validation": head.state["validation"]["score"]}
     first = Row("head", f"{head.state['head_kind']} head", Scored(cohorts, scores), facts)
     constant = Row("constant", "one prediction for all", Scored(cohorts, tuple(map(_constant, cohorts))), {})
@@ -338,14 +336,6 @@ def _evaluate_head(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]
     )
     scores_of_rows = {row.name: row.scored for row in (first, constant)}
     return write_evaluation(asked.answer(), content, scores_of_rows, store.index)
-
-
-def _scores(cohort: Cohort, head: Head, store: PreparedStore, runtime: Runtime) -> np.ndarray:
-    """What the head says of all volumes [n, C], NaN of those that trained it."""
-    scores = np.full((len(cohort.rows), cohort.num_outputs), np.nan)
-    is_wanted = cohort.fold != TRAIN
-    scores[is_wanted] = predict_rows(head, store, cohort.rows[is_wanted], runtime)
-    return scores
 
 
 def _constant(cohort: Cohort) -> np.ndarray:

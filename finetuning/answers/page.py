@@ -146,10 +146,8 @@ def verdicts(board: Board, results: Results) -> list[str]:
         for kind in ("checkpoint", "random")
     )
     free = [row.entry.label for row in board.rows if row.entry.is_free]
-    best = {
-        column: max(free, key=lambda label: _or_lowest(results.estimates[label, column]["value"]))
-        for column in READOUTS
-    }
+    known = {key: -np.inf if one["value"] is None else one["value"] for key, one in results.estimates.items()}
+    best = {column: max(free, key=lambda label: known[label, column]) for column in READOUTS}
     lines = []
     for c in results.comparisons:
         first, second = (c.first, c.second) if c.first in checkpoints else (c.second, c.first)
@@ -165,10 +163,6 @@ def verdicts(board: Board, results: Results) -> list[str]:
             f"could have shown {c.could_have_shown:.3f}."
         )
     return lines
-
-
-def _or_lowest(value: float | None) -> float:
-    return -np.inf if value is None else value
 
 
 def _shown(comparison: Comparison) -> str:

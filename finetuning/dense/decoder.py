@@ -67,7 +67,8 @@ class UnetrDecoder(nn.Module):
         patch, (_, row_mm, column_mm) = spatial.patch_size, spatial.target_spacing
         self.planes, self.num_outputs, self.keeps_columns = patch[0], num_outputs, is_layers
         self.is_relative = is_layers  # the brightness of voxels within their B-scan is what is read
-        self.stride = 2 if row_mm < FINE_ROW_MM else 1, math.gcd(_power(COLUMN_MM / column_mm), patch[2])
+        apart_w = 2 ** max(0, round(math.log2(COLUMN_MM / column_mm)))  # columns, the nearest power of two
+        self.stride = 2 if row_mm < FINE_ROW_MM else 1, math.gcd(apart_w, patch[2])
         widths = [cfg.head.hidden * factor for factor in WIDTHS]
         apart = [
             abs(math.log2(math.prod(self.stride) * 4**n / patch[1] / patch[2])) for n in range(len(widths))
@@ -137,11 +138,6 @@ def at_median(logits_BSdHW: Tensor) -> Tensor:
     median = (row + share.clamp(0, 1) - 0.5).clamp(0, size - 1)
     places = torch.arange(size, device=below.device)[:, None]
     return (1 - (places - median).abs()).clamp(min=1e-12).log()
-
-
-def _power(ratio: float) -> int:
-    """The power of two that is nearest to a ratio, at least 1."""
-    return 2 ** max(0, round(math.log2(ratio)))
 
 
 def reads_blocks(cfg: Config) -> Config:

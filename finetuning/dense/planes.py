@@ -251,7 +251,9 @@ class Moves:
     def columns(self, truth_BSdW: Tensor) -> Tensor:
         """What has no rows, NaN where it comes from outside."""
         width = truth_BSdW.shape[3]
-        place_BW = ((self._source_w(width) + 1) * width - 1) / 2
+        factor, _, shift = self.theta_B23[:, 0, :, None].unbind(1)
+        source_BW = factor * _centres(width, self.theta_B23.device) + shift
+        place_BW = ((source_BW + 1) * width - 1) / 2
         column = place_BW.round().long()
         known = (column >= 0) & (column < width)
         index = column.clamp(0, width - 1)[:, None, None].expand(truth_BSdW.shape)
@@ -276,10 +278,6 @@ class Moves:
         across, down = grid_BHW2.unbind(3)
         grid_BHW2 = torch.stack([across, down + self._bend(values_BCHW.shape[3])[:, None]], dim=3)
         return F.grid_sample(values_BCHW, grid_BHW2, mode=mode, padding_mode=outside, align_corners=False)
-
-    def _source_w(self, width: int) -> Tensor:
-        factor, _, shift = self.theta_B23[:, 0, :, None].unbind(1)
-        return factor * _centres(width, self.theta_B23.device) + shift
 
 
 def _centres(count: int, device: torch.device) -> Tensor:

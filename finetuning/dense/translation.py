@@ -107,15 +107,10 @@ def slab_loss(outputs_BSdHW: Tensor, truth_BSdW: Tensor) -> Tensor:
     return torch.where(known, difference, 0.0).sum() / known.sum().clamp(min=1)
 
 
-def predicted_slabs(outputs_BSdHW: Tensor) -> Tensor:
-    """Slabs [B, S, d, W] in 0..1."""
-    return slabs_of(outputs_BSdHW).clamp(0, 1)
-
-
 class SlabPlanes(Planes):
     """As `Planes`; the labels are slabs [B, S, d, W], as its heights are."""
 
-    predicted_of = staticmethod(predicted_slabs)
+    predicted_of = staticmethod(lambda outputs_BSdHW: slabs_of(outputs_BSdHW).clamp(0, 1))
 
     def moved(self, truth: Tensor, moves: Moves) -> Tensor:
         """Moved along W: a slab has no rows."""

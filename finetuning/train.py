@@ -27,10 +27,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
+from finetuning.cohort.cohort import count_overlap, read_cohort, summary
 from finetuning.cohort.source import Source, check_fit, open_source, refuse_unread
 from finetuning.heads.frozen import train_frozen
 from finetuning.heads.head_file import NAME
@@ -72,7 +70,11 @@ def train(config: str, overrides: Sequence[str]) -> int:
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)
     overlap = count_overlap(cfg, cohort, source.state["participants"], source.url)
-    log.info("%s; pre-training saw %d of the evaluated participants", summary(cohort), overlap)
+    log.info(
+        "%s; pre-training saw %d of the evaluated participants",
+        f"{cohort.kind}: {summary(cohort.fold, cohort.person)}",
+        overlap,
+    )
     if cfg.finetune.encoder == "trained":
         from finetuning.heads.finetune import finetune
 
@@ -99,14 +101,6 @@ def refuse_another_encoder(source: Source) -> None:
             f"{url}: expected a head of {source.url}, sha256 {source.state['checksum'][:12]}, found one of "
             f"{trained_on[:12]}; use another run.dir"
         )
-
-
-def summary(cohort: Cohort) -> str:
-    parts = []
-    for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
-        chosen = cohort.fold == fold
-        parts.append(f"{name} {int(chosen.sum())} volumes of {len(np.unique(cohort.person[chosen]))}")
-    return f"{cohort.kind}: {', '.join(parts)} participants"
 
 
 def format_grid(validation: dict[str, Any]) -> str:

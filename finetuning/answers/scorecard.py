@@ -257,23 +257,18 @@ def _groups(
 ) -> list[dict[str, Any]]:
     groups = [group_of_volumes(index, cohort.rows, column) for cohort in scored.cohorts]
     names = {g for of, c in zip(groups, scored.cohorts, strict=True) for g in of[c.fold == EVALUATED]}
+    result = []
     # bands from the youngest on, other names by alphabet, at last the unknown
-    ranked = sorted(names, key=lambda n: (n == UNKNOWN, BANDS.index(n) if n in BANDS else 0, n))
-    return [
-        _group(name, scored.evaluated(tuple(of == name for of in groups)), samples, seed) for name in ranked
-    ]
-
-
-def _group(name: str, predictions: metrics.Predictions, samples: int, seed: int) -> dict[str, Any]:
-    people = len(np.unique(predictions.person))
-    group: dict[str, Any] = {"group": str(name), "n_participants": people, "n_units": len(predictions.unit)}
-    group["few"] = too_few(people_of_classes(predictions))
-    is_one_class = predictions.kind != "multilabel" and len(np.unique(predictions.truth)) < 2
-    if people < MIN_PEOPLE or is_one_class:
-        return group | {"primary": metrics.PRIMARY[predictions.kind], "metrics": None}
-    draws = metrics.measure(predictions, metrics.bootstrap_counts(predictions, samples, seed))
-    own = metrics_of(metrics.observed(predictions), draws)["metrics"]
-    return group | {"primary": metrics.PRIMARY[predictions.kind], "metrics": own}
+    for name in sorted(names, key=lambda n: (n == UNKNOWN, BANDS.index(n) if n in BANDS else 0, n)):
+        p = scored.evaluated(tuple(of == name for of in groups))
+        people, own = len(np.unique(p.person)), None
+        if people >= MIN_PEOPLE and (p.kind == "multilabel" or len(np.unique(p.truth)) > 1):
+            draws = metrics.measure(p, metrics.bootstrap_counts(p, samples, seed))
+            own = metrics_of(metrics.observed(p), draws)["metrics"]
+        group = {"group": str(name), "n_participants": people, "n_units": len(p.unit)}
+        group |= {"few": too_few(people_of_classes(p)), "primary": metrics.PRIMARY[p.kind], "metrics": own}
+        result.append(group)
+    return result
 
 
 @dataclass(frozen=True)
@@ -311,8 +306,15 @@ def estimate(seeds: Sequence[metrics.Predictions], samples: int, seed: int) -> E
 
 
 def mean_draws(seeds: Sequence[metrics.Predictions], counts_SU: np.ndarray) -> np.ndarray:
-    """The primary metric of every resample, mean over seeds [S]."""
-    return np.mean([_primary_draws(p, counts_SU) for p in seeds], axis=0)
+    """The primary metric of every resample, mean over seeds [S]; of balanced accuracy only what it needs."""
+    draws, name = [], metrics.PRIMARY[seeds[0].kind]
+    for p in seeds:
+        if name == "balanced_accuracy":
+            given_U = metrics.decided(p.scores)
+            draws.append(mean_recall(confusion_draws(p.truth[:, 0], given_U, len(p.names), counts_SU)))
+        else:
+            draws.append(metrics.measure(p, counts_SU).overall[name])
+    return np.mean(draws, axis=0)
 
 
 def compare(
@@ -380,11 +382,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[number]))
         adjusted[number] = highest
     return adjusted
-
-
-def _primary_draws(predictions: metrics.Predictions, counts_SU: np.ndarray) -> np.ndarray:
-    """As finetuning.cohort.metrics.measure, without the metrics that nobody asks for here."""
-    if metrics.PRIMARY[predictions.kind] != "balanced_accuracy":
-        return metrics.measure(predictions, counts_SU).overall[metrics.PRIMARY[predictions.kind]]
-    classes_U = metrics.decided(predictions.scores)
-    return mean_recall(confusion_draws(predictions.truth[:, 0], classes_U, len(predictions.names), counts_SU))

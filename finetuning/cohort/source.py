@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,21 +202,16 @@ def require_known_place(place: str, url: str, key: str, overrides: Sequence[str]
     """Raise UserError for a place beyond this machine that nothing but the file at `url` names, which may be
     a stranger's: neither the command line's `key`, nor the file's own bucket.
     """
-    if not storage.is_remote(place) or _bucket(place) == _bucket(url):
+    if not storage.is_remote(place):
         return
-    if any(word.startswith(f"{key}=") for word in overrides):
+    buckets = {(scheme, rest.partition("/")[0]) for scheme, rest in map(split_scheme, (place, url))}
+    if len(buckets) == 1 or any(word.startswith(f"{key}=") for word in overrides):
         return
     shown = storage.redact(place)
     raise UserError(
         f"{url}: expected files of this machine or of the head's own bucket, found {shown}, which only "
         f"this file names; nothing was asked of it: add {key}={shown} if you trust it, or the place of a copy"
     )
-
-
-def _bucket(url: str) -> tuple[str, str]:
-    """(scheme, bucket or host)."""
-    scheme, rest = split_scheme(url)
-    return scheme, rest.partition("/")[0]
 
 
 def on_own_endpoint(cfg: Config, overrides: Sequence[str]) -> Config:
@@ -263,10 +258,13 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
     file = OmegaConf.to_container(read_file(path))
     words = OmegaConf.to_container(read_words(overrides))
     for name, part, value in leaves(cfg):
-        instead = next((text for key, text in unread.items() if _covers(key, name)), None)
+        section = f"{name.partition('.')[0]}."
+        instead = unread.get(name, unread.get(section))
         if instead is None:
             continue
-        default, has_default = _default(part)
+        default, has_default = part.default, part.default != REQUIRED
+        if part.default_factory is not MISSING:
+            default, has_default = part.default_factory(), True
         where = "command line" if _holds(words, name) else str(path)
         is_set = _holds(words, name) or (has_default and _holds(file, name))
         if is_set and not (has_default and value == default):
@@ -275,16 +273,6 @@ def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> No
                 f"{where}: {name}: expected {expected} with {words_of_way}, which does not read "
                 f"it ({instead}), found {value}"
             )
-
-
-def _covers(key: str, name: str) -> bool:
-    return name.startswith(key) if key.endswith(".") else name == key
-
-
-def _default(part: Field[Any]) -> tuple[Any, bool]:
-    if part.default_factory is not MISSING:
-        return part.default_factory(), True
-    return part.default, part.default != REQUIRED
 
 
 def _holds(written: Any, name: str) -> bool:

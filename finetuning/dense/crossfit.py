@@ -23,7 +23,7 @@ import pandas as pd
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers.scorecard import Answer
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen, summary
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
 from finetuning.dense.decoder import reads_blocks
@@ -169,8 +169,10 @@ def crossfit(
     results: list[Examined[Volumes]] = []
     try:
         for count, (volumes, measured) in enumerate(zip(folds, owns, strict=True), start=1):
-            log.info("fold %d of %d: %s", count, len(folds), volumes.summary)
-            own = _of_fold(source, count)
+            log.info("fold %d of %d: %s", count, len(folds), summary(volumes.fold, volumes.person))
+            folder = storage.join(cfg.run.dir, "folds", f"{count:02d}")
+            train = replace(cfg.train, ckpt_dir=storage.join(folder, "checkpoints"))
+            own = replace(source, cfg=replace(cfg, run=replace(cfg.run, dir=folder), train=train))
             results += Fold(kind, own, volumes, runtime, fingerprint, image, measured).results()
     except StopRequested:
         log.info("stopped by %s; run the same command again to go on", runtime.stopped_by)
@@ -189,12 +191,6 @@ def crossfit(
     text = markdown(kind, content)
     place.write(content, text + "\n")
     return text
-
-
-def _of_fold(source: Source, count: int) -> Source:
-    folder = storage.join(source.cfg.run.dir, "folds", f"{count:02d}")
-    train = replace(source.cfg.train, ckpt_dir=storage.join(folder, "checkpoints"))
-    return replace(source, cfg=replace(source.cfg, run=replace(source.cfg.run, dir=folder), train=train))
 
 
 def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | None, on_scan: bool) -> str:

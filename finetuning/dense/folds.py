@@ -89,13 +89,6 @@ class DenseVolumes:
         d, h, w = (float(self.store.index[f"spacing_{when}_{axis}"][row]) for axis in "dhw")
         return d, h, w
 
-    @property
-    def summary(self) -> str:
-        parts = []
-        for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
-            parts.append(f"{name} {len(self.of(fold))} volumes of {len(self.people(fold))}")
-        return f"{', '.join(parts)} participants"
-
 
 def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[str, Any]:
     """The arrays rows, fold and person of the volumes of `index` in the splits train, val and eval.split.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen, summary
 from finetuning.cohort.source import Source, check_fit
 from finetuning.dense.decoder import UNETR, reads_blocks
 from finetuning.dense.folds import DenseVolumes
@@ -156,7 +156,7 @@ def train_head(
         volumes = kind.read_volumes(cfg, store)
         seen = {"pre-training": source.state["participants"]}
         count_seen(cfg, volumes.people(EVALUATED), seen, source.url)
-    log.info("%s: %s; %s", kind.names, ", ".join(volumes.names), volumes.summary)
+    log.info("%s: %s; %s", kind.names, ", ".join(volumes.names), summary(volumes.fold, volumes.person))
     runtime = runtime or open_runtime(cfg.train.use_bf16)
     training = Training.of(kind, source, volumes, runtime)
     total = len(names) * batches_of(cfg, volumes)[1].calendar.total

@@ -254,12 +254,6 @@ def head_outputs(head: nn.Module, inputs: Inputs, places: np.ndarray) -> Tensor:
     return torch.cat([head(*inputs.read(places[s : s + inputs.at_once])).cpu() for s in starts])
 
 
-def training_features(kept: KeptFeatures, cohort: Cohort) -> np.ndarray:
-    """Pooled features of TRAIN [n, 2E]; where a head reads tokens, of those that are kept."""
-    rows = cohort.rows[cohort.fold == TRAIN]
-    return pooled_of_tokens(kept, rows) if reads_tokens(kept.cfg.head.kind) else kept.pooled(rows)
-
-
 def head_inputs(
     kept: KeptFeatures, cohort: Cohort, folds: tuple[int, ...] = (TRAIN, VAL)
 ) -> tuple[Inputs, Standardise | None]:
@@ -295,6 +289,8 @@ def train_frozen(
         head, validation = train_grid(cfg, cohort, inputs, kept.feature_width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
         outputs = head_outputs(head, inputs, np.flatnonzero(is_val))
+        pooled_of = partial(pooled_of_tokens, kept) if reads_tokens(cfg.head.kind) else kept.pooled
+        features = pooled_of(cohort.rows[is_train])
         state = head_state(
             source,
             store,
@@ -303,7 +299,7 @@ def train_frozen(
             standardise,
             validation,
             calibration=calibrate(cohort.kind, outputs, cohort.target[is_val], cohort.person[is_val]),
-            familiarity=fit_familiarity(training_features(kept, cohort), cohort.person[is_train]),
+            familiarity=fit_familiarity(features, cohort.person[is_train]),
         )
         url = write_head(cfg, state)
         claim_run_dir(cfg, runtime)

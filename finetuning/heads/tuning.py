@@ -172,12 +172,6 @@ class UpdateResult:
     is_finite: Tensor
 
 
-def batch_loss(kind: str, outputs_BC: Tensor, batch: Batch) -> Tensor:
-    """Sum of the weighted losses of a micro-batch; of a multilabel task the mean over the labels."""
-    losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"])
-    return (losses_BT * batch["weight"]).mean(dim=1).sum()
-
-
 def update_model(
     model: TunedModel,
     optimizer: torch.optim.AdamW,
@@ -202,7 +196,8 @@ def update_model(
         sums = number == len(batches)
         with runtime.autocast():
             outputs_BC = runtime.group.replica(model, sums=sums)(volume, valid_BN, batch["sample_seed"])
-        objective = batch_loss(kind, outputs_BC, batch) / samples
+        losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"])  # of labels the mean
+        objective = (losses_BT * batch["weight"]).mean(dim=1).sum() / samples
         runtime.group.backward(objective)
         loss_sum = loss_sum + objective.detach()
 
@@ -296,10 +291,6 @@ class Progress(RunProgress):
         state = state or {"step": 0, "best": None, "bad_run": 0, "bad_total": 0}
         super().__init__(runtime, state)
         self.best: dict[str, Any] | None = state["best"]
-
-    def is_better(self, score: float, loss: float) -> bool:
-        """Whether a validation beats all before it; equal scores go by the loss."""
-        return self.best is None or (score, -loss) > (self.best["score"], -self.best["loss"])
 
     def is_over(self, tuning: Tuning) -> bool:
         """Whether all updates are made, or no epoch of finetune.patience was better than the best."""

@@ -31,14 +31,13 @@ from utils.runtime.single import Runtime
 
 CONTRIBUTIONS, GRADIENT, ATTENTION = "token contributions", "token contributions, first order", "attention"
 OCCLUSION = "occlusion"
-_CHEAP = {"linear": CONTRIBUTIONS, "mlp": GRADIENT, "attentive": ATTENTION}
+CHEAP = {  # the map of one forward pass that a head of this kind has
+    "linear": CONTRIBUTIONS,
+    "mlp": GRADIENT,
+    "attentive": ATTENTION,
+}
 MAX_BLOCKS = 128  # forward passes of a volume
 BATCH = 8  # hidden volumes that go through the encoder together
-
-
-def cheap_method(head_kind: str) -> str:
-    """The map of one forward pass that a head of this kind has."""
-    return _CHEAP[head_kind]
 
 
 def outputs_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ def evidence_of(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, outputs_C: Ten
     """What the tokens of one volume [1, N, E] say for its prediction."""
     weights_C, name = explained_output(head, outputs_C)
     values = cheap_map(head, tokens_BNE, valid_BN, weights_C)
-    return Evidence(values[0], cheap_method(head.state["head_kind"]), name)
+    return Evidence(values[0], CHEAP[head.state["head_kind"]], name)
 
 
 def cheap_map(head: Head, tokens_BNE: Tensor, valid_BN: Tensor, weights_C: Tensor) -> Tensor:

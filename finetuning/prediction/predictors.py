@@ -33,9 +33,9 @@ from finetuning.heads.objective import to_scores
 from finetuning.prediction.cautions import NO_ANSWER, cautions_of, is_far
 from finetuning.prediction.evidence import (
     ATTENTION,
+    CHEAP,
     OCCLUSION,
     Evidence,
-    cheap_method,
     evidence_of,
     explained_output,
     occlusion_map,
@@ -74,7 +74,7 @@ class LabelPredictor:
         self.head, self.cfg, self.runtime = head, cfg, runtime
         self.calibration: Calibration = stored_calibration(head.state)
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
-        self.method = OCCLUSION if occlusion else cheap_method(head.state["head_kind"])
+        self.method = OCCLUSION if occlusion else CHEAP[head.state["head_kind"]]
         self.notes: tuple[str, ...] = (f"map: {self.method}",)  # what a person reads first
         self.about = {  # what every line says of the head
             "task": head.kind,

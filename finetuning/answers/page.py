@@ -10,6 +10,7 @@ import csv
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -59,55 +60,50 @@ class Board:
     is_new_look: bool  # whether this command computed anything
     folder: str
 
+    @property
+    def main_columns(self) -> list[str]:
+        """The columns on all training participants."""
+        return [column for column in self.columns if column not in TABLE_COLUMNS]
 
-@dataclass(frozen=True)
-class Results:
-    """The numbers of a board: (row, cell) -> estimate, and the comparisons."""
+    @cached_property
+    def estimates(self) -> dict[tuple[str, str], Estimate]:
+        """Of every cell: (row, cell) -> estimate."""
+        samples, seed = intervals.BOOTSTRAP_SAMPLES, self.cfg.seed
+        return {
+            (row.entry.label, name): estimate(cell.predictions, samples, seed)
+            for row in self.rows
+            for answer in row.answers.values()
+            for name, cell in answer.items()
+        }
 
-    estimates: dict[tuple[str, str], Estimate]
-    comparisons: list[Comparison]
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        """Differences of all pairs of rows in the columns of the main table."""
+        predictions = {
+            column: {
+                row.entry.label: row.answers[column][column].predictions
+                for row in self.rows
+                if column in row.answers
+            }
+            for column in self.main_columns
+        }
+        free = [row.entry.label for row in self.rows if row.entry.is_free]
+        return compare(predictions, intervals.BOOTSTRAP_SAMPLES, self.cfg.seed, free)
 
 
 def write_pages(board: Board) -> str:
     """Write all files; returns the Markdown, with where the files are."""
-    results = results_of(board)
     title = f"Leaderboard: {board.cfg.task.label_column}"
-    text = page(title, sentences(board, results), [], tables_of(board, results))
+    text = page(title, sentences(board), [], tables_of(board))
     storage.write_text(storage.join(board.folder, "leaderboard.md"), text)
-    storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board, results))
-    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), png(draw(board, results), 130))
+    storage.write_text(storage.join(board.folder, "leaderboard.csv"), csv_text(board))
+    storage.write_bytes(storage.join(board.folder, "leaderboard.png"), png(draw(board), 130))
     return f"{text}\n{board.folder}: leaderboard.md, .csv, .png"
 
 
-def results_of(board: Board) -> Results:
-    """Estimates of every cell, and differences of all pairs of rows in the columns of the main table."""
-    samples, seed = intervals.BOOTSTRAP_SAMPLES, board.cfg.seed
-    estimates = {
-        (row.entry.label, name): estimate(cell.predictions, samples, seed)
-        for row in board.rows
-        for answer in row.answers.values()
-        for name, cell in answer.items()
-    }
-    predictions = {
-        column: {
-            row.entry.label: row.answers[column][column].predictions
-            for row in board.rows
-            if column in row.answers
-        }
-        for column in main_columns(board)
-    }
-    free = [row.entry.label for row in board.rows if row.entry.is_free]
-    return Results(estimates, compare(predictions, samples, seed, free))
-
-
-def main_columns(board: Board) -> list[str]:
-    """The columns on all training participants."""
-    return [column for column in board.columns if column not in TABLE_COLUMNS]
-
-
-def sentences(board: Board, results: Results) -> list[str]:
-    shown = [c for c in results.comparisons if c.shown]
-    doubted = sum(bool(c.doubt) for c in results.comparisons)
+def sentences(board: Board) -> list[str]:
+    shown = [c for c in board.comparisons if c.shown]
+    doubted = sum(bool(c.doubt) for c in board.comparisons)
     unclear = f"; of {doubted} nothing can be said" if doubted else ""
     order = "validation"
     if board.cfg.eval.protocol == "crossfit":
@@ -119,13 +115,13 @@ def sentences(board: Board, results: Results) -> list[str]:
         f"{board.cfg.task.label_column}: {len(unique)} evaluated participants, {_where(board)}; "
         f"{PRIMARY[board.cohorts[0].kind].replace('_', ' ')}, seeds {', '.join(map(str, board.seeds))}.",
         f"Ordered by {order}. Means over seeds where seeds differ: low-shot draws, trained heads.",
-        f"{len(results.comparisons)} pairs of rows: "
+        f"{len(board.comparisons)} pairs of rows: "
         + (f"{len(shown)} differences shown" if shown else "no difference shown")
         + f" (Holm's p below {ALPHA:g} over all of them{unclear}).",
     ]
     if board.store.attrs["synthetic"]:
         lines.append("On synthetic data: it says nothing about real retinas.")
-    return [*lines, *verdicts(board, results), *cautions(board), *board.notes]
+    return [*lines, *verdicts(board), *cautions(board), *board.notes]
 
 
 def _where(board: Board) -> str:
@@ -137,7 +133,7 @@ def _where(board: Board) -> str:
     return f"split {board.cfg.eval.split} (trained on {people[0]}, chosen on {people[1]})"
 
 
-def verdicts(board: Board, results: Results) -> list[str]:
+def verdicts(board: Board) -> list[str]:
     """Each checkpoint against random initialisation, in the linear column; in both readouts against the best
     row without an encoder, best on the evaluated people.
     """
@@ -146,10 +142,10 @@ def verdicts(board: Board, results: Results) -> list[str]:
         for kind in ("checkpoint", "random")
     )
     free = [row.entry.label for row in board.rows if row.entry.is_free]
-    known = {key: -np.inf if one["value"] is None else one["value"] for key, one in results.estimates.items()}
+    known = {key: -np.inf if one["value"] is None else one["value"] for key, one in board.estimates.items()}
     best = {column: max(free, key=lambda label: known[label, column]) for column in READOUTS}
     lines = []
-    for c in results.comparisons:
+    for c in board.comparisons:
         first, second = (c.first, c.second) if c.first in checkpoints else (c.second, c.first)
         is_random = c.column == LINEAR and second in random
         if first not in checkpoints or not (is_random or second == best.get(c.column)):
@@ -179,18 +175,18 @@ def cautions(board: Board) -> list[str]:
     return lines
 
 
-def tables_of(board: Board, results: Results) -> list[Table]:
-    tables = [_main_table(board, results)]
+def tables_of(board: Board) -> list[Table]:
+    tables = [_main_table(board)]
     if LOW_SHOT in board.columns:
-        tables.append(_low_shot_table(board, results))
-    tables.append(_pair_table(board, results))
+        tables.append(_low_shot_table(board))
+    tables.append(_pair_table(board))
     if DEVICES in board.columns:
-        tables += _device_tables(board, results)
+        tables += _device_tables(board)
     return tables
 
 
-def _main_table(board: Board, results: Results) -> Table:
-    columns = main_columns(board)
+def _main_table(board: Board) -> Table:
+    columns = board.main_columns
     header = ["row"]
     for column in columns:
         header += [f"{column}, val", f"{column}, {board.cfg.eval.split}", "95 % interval"]
@@ -202,7 +198,7 @@ def _main_table(board: Board, results: Results) -> Table:
                 texts += [NONE] * 3
                 continue
             cell = row.answers[column][column]
-            one = results.estimates[row.entry.label, column]
+            one = board.estimates[row.entry.label, column]
             texts += [number(cell.val), *two_cells(one)]
         rows.append(texts)
     note = f"{NONE}: not asked for, or no encoder to train on from." if any(NONE in r for r in rows) else ""
@@ -210,13 +206,13 @@ def _main_table(board: Board, results: Results) -> Table:
     return Table(title, header, rows, note)
 
 
-def _low_shot_table(board: Board, results: Results) -> Table:
+def _low_shot_table(board: Board) -> Table:
     cells = board.rows[0].answers[LOW_SHOT]
     names = list(cells)
     header = [f"{name} ({cells[name].participants})" for name in names]
     whole = board.rows[0].answers[LINEAR][LINEAR].participants
     rows = [
-        [row.entry.label, *(number(results.estimates[row.entry.label, n]["value"]) for n in [*names, LINEAR])]
+        [row.entry.label, *(number(board.estimates[row.entry.label, n]["value"]) for n in [*names, LINEAR])]
         for row in board.rows
     ]
     return Table(
@@ -227,8 +223,8 @@ def _low_shot_table(board: Board, results: Results) -> Table:
     )
 
 
-def _pair_table(board: Board, results: Results) -> Table:
-    ranked = sorted(results.comparisons, key=lambda c: (c.p_holm, c.p or 1.0, -abs(c.value)))
+def _pair_table(board: Board) -> Table:
+    ranked = sorted(board.comparisons, key=lambda c: (c.p_holm, c.p or 1.0, -abs(c.value)))
     rows = [
         [
             c.column,
@@ -247,7 +243,7 @@ def _pair_table(board: Board, results: Results) -> Table:
     return Table("Differences of all pairs", header, rows, note, bold)
 
 
-def _device_tables(board: Board, results: Results) -> list[Table]:
+def _device_tables(board: Board) -> list[Table]:
     """Leave one device out, then train device x test device of every row."""
     names = {name for row in board.rows for name in row.answers[DEVICES]}
     left_out = sorted(name for name in names if name.startswith("without "))
@@ -255,7 +251,7 @@ def _device_tables(board: Board, results: Results) -> list[Table]:
     trained, tested = (sorted({pair[side] for pair in crossed}) for side in (0, 1))
 
     def texts(row: Row, cells: list[str]) -> list[str]:
-        known = (results.estimates.get((row.entry.label, name)) for name in cells)
+        known = (board.estimates.get((row.entry.label, name)) for name in cells)
         return [NONE if one is None else number(one["value"]) for one in known]
 
     tables = []
@@ -274,7 +270,7 @@ def _device_tables(board: Board, results: Results) -> list[Table]:
     return tables
 
 
-def csv_text(board: Board, results: Results) -> str:
+def csv_text(board: Board) -> str:
     """One line a cell: value, interval, validation, seeds and training participants."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -283,7 +279,7 @@ def csv_text(board: Board, results: Results) -> str:
     for row in board.rows:
         for answer in row.answers.values():
             for name, cell in answer.items():
-                one = results.estimates[row.entry.label, name]
+                one = board.estimates[row.entry.label, name]
                 low, high = one["ci95"] or ("", "")
                 value = "" if one["value"] is None else one["value"]
                 fixed = [len(cell.predictions), cell.participants, board.look]
@@ -291,7 +287,7 @@ def csv_text(board: Board, results: Results) -> str:
     return buffer.getvalue()
 
 
-def draw(board: Board, results: Results) -> Figure:
+def draw(board: Board) -> Figure:
     """Rows with intervals, in the order of the table; beside them low-shot curves where there are any."""
     has_curves = LOW_SHOT in board.columns
     height = 1.6 + 0.34 * len(board.rows)
@@ -299,11 +295,11 @@ def draw(board: Board, results: Results) -> Figure:
     axes = figure.subplots(1, 2 if has_curves else 1, squeeze=False)[0]
     labels = [row.entry.label for row in board.rows]
     metric = PRIMARY[board.cohorts[0].kind].replace("_", " ")
-    columns = main_columns(board)
+    columns = board.main_columns
     for nth, column in enumerate(columns):
         shift = 0.16 * (nth - (len(columns) - 1) / 2)
         for place, label in enumerate(labels):
-            one = results.estimates.get((label, column))
+            one = board.estimates.get((label, column))
             if one is None or one["value"] is None or one["ci95"] is None:
                 continue
             axes[0].plot(one["ci95"], [place + shift] * 2, color=f"C{nth}", linewidth=1.4)
@@ -317,7 +313,7 @@ def draw(board: Board, results: Results) -> Figure:
     if len(columns) > 1:
         axes[0].legend(fontsize="small", frameon=False)
     if has_curves:
-        _draw_curves(axes[1], board, results, metric)
+        _draw_curves(axes[1], board, metric)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
@@ -325,12 +321,12 @@ def draw(board: Board, results: Results) -> Figure:
     return figure
 
 
-def _draw_curves(axis: Axes, board: Board, results: Results, metric: str) -> None:
+def _draw_curves(axis: Axes, board: Board, metric: str) -> None:
     shares = [*board.rows[0].answers[LOW_SHOT], LINEAR]
     for nth, row in enumerate(board.rows):
         cells = {**row.answers[LOW_SHOT], **row.answers[LINEAR]}
         people = sorted(cells[name].participants for name in shares)
-        values = [results.estimates[row.entry.label, name]["value"] for name in shares]
+        values = [board.estimates[row.entry.label, name]["value"] for name in shares]
         known = [(p, v) for p, v in zip(people, values, strict=True) if v is not None]
         style = "-" if nth < 10 else "--"
         points = zip(*known, strict=True)

@@ -28,12 +28,11 @@ from finetuning.features.kept import (
     raw_features,
 )
 from finetuning.features.slices import SliceEncoder
-from finetuning.features.yardsticks import Yardstick, yardsticks
+from finetuning.features.yardsticks import Volumes, Yardstick, yardsticks
 from models.probes.hidden import fit_hidden_classes, fit_hidden_value
 from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.runtime.single import Runtime
 
 Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
 RANDOM_SEEDS = 3  # random initialisations to compare with
@@ -133,23 +132,9 @@ class Entry:
         return self.encoder is None
 
 
-@dataclass(frozen=True)
-class Volumes:
-    """Which volumes the table is about, and how they are read."""
-
-    cfg: Config
-    store: PreparedStore
-    rows: np.ndarray  # store rows, sorted
-    runtime: Runtime
-
-    def lookup(self, compute: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Features]:
-        """Features of all volumes, computed when first asked for, then read by row."""
-
-        @cache
-        def features() -> Features:
-            return of_rows(self.rows, compute(self.rows))
-
-        return features
+def lookup(volumes: Volumes, compute: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Features]:
+    """Features of all volumes, whose rows are sorted, computed when first asked for, then read by row."""
+    return cache(lambda: of_rows(volumes.rows, compute(volumes.rows)))
 
 
 def open_sources(config: str, overrides: Sequence[str], checkpoints: Sequence[str]) -> list[Source]:
@@ -199,7 +184,7 @@ def encoder_entry(volumes: Volumes, source: Source, name: str, label: str, seed:
     identity = f"random {architecture(source.cfg)} seed {seed}"
     if seed is None:
         identity = f"checkpoint {source.state['checksum']}{_blocks(source.cfg)}"
-    return Entry(name, label, identity, volumes.lookup(compute), lambda cohort: encoder())
+    return Entry(name, label, identity, lookup(volumes, compute), lambda cohort: encoder())
 
 
 def best_random(
@@ -299,7 +284,7 @@ def slice_entry(volumes: Volumes, encoder: SliceEncoder) -> Entry:
         return encoder.embed(volumes.store, rows, volumes.runtime)
 
     name = encoder.folder.name
-    return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", volumes.lookup(compute))
+    return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", lookup(volumes, compute))
 
 
 def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:

@@ -83,44 +83,39 @@ def calibrate(kind: str, outputs_nC: Tensor, target_nT: np.ndarray, person: np.n
         return Calibration(None, f"expected {MIN_PEOPLE} validation participants, found {people}", people)
     outputs_nC, target = outputs_nC.cpu().double(), torch.from_numpy(np.asarray(target_nT, float))
     weight = torch.from_numpy(row_weights(kind, np.asarray(target_nT), person, "none"))
-    every = np.arange(len(person))
-    temperature = _fit(kind, outputs_nC, target, weight, every)
-    total = float(weight.sum())
-    least = _loss(kind, outputs_nC, target, weight, every, temperature) + 1e-6 * total
-    ends = [_loss(kind, outputs_nC, target, weight, every, end) for end in RANGE]
-    if min(ends) <= least:  # without a mistake on validation, no confidence is too high
+    of_kind = (
+        "multilabel" if kind == "multilabel" else "classification"
+    )  # ordinal heads are trained otherwise
+
+    def loss(rows: np.ndarray, temperature: float) -> float:
+        """Weighted sum of log losses."""
+        losses = row_losses(of_kind, outputs_nC[rows] / temperature, target[rows])
+        return float((losses * weight[rows]).sum())
+
+    def fitted(rows: np.ndarray) -> float:
+        """The temperature with the least loss of these rows."""
+        result = minimize_scalar(
+            lambda log_t: loss(rows, math.exp(log_t)),
+            bounds=(math.log(RANGE[0]), math.log(RANGE[1])),
+            method="bounded",
+            options={"xatol": 1e-6},
+        )
+        return math.exp(float(result.x))
+
+    every, total = np.arange(len(person)), float(weight.sum())
+    temperature = fitted(every)
+    least = loss(every, temperature) + 1e-6 * total
+    if min(loss(every, end) for end in RANGE) <= least:  # without a mistake no confidence is too high
         why = f"no temperature between {RANGE[0]} and {RANGE[1]} fits {people} validation participants best"
         return Calibration(None, why, people)
     before = after = 0.0
-    for fitted, others in GroupKFold(FOLDS).split(every, groups=person):
-        own = _fit(kind, outputs_nC, target, weight, fitted)
-        before += _loss(kind, outputs_nC, target, weight, others, 1.0)
-        after += _loss(kind, outputs_nC, target, weight, others, own)
-    before, after = before / total, after / total
+    for some, others in GroupKFold(FOLDS).split(every, groups=person):
+        before += loss(others, 1.0) / total
+        after += loss(others, fitted(some)) / total
     if after >= before:
         why = f"a temperature does not lower the log loss of people left out ({before:.3f} -> {after:.3f})"
         return Calibration(None, why, people, before, after)
     return Calibration(temperature, None, people, before, after)
-
-
-def _fit(kind: str, outputs: Tensor, target: Tensor, weight: Tensor, rows: np.ndarray) -> float:
-    ends = (math.log(RANGE[0]), math.log(RANGE[1]))
-    result = minimize_scalar(
-        lambda log_t: _loss(kind, outputs, target, weight, rows, math.exp(log_t)),
-        bounds=ends,
-        method="bounded",
-        options={"xatol": 1e-6},
-    )
-    return math.exp(float(result.x))
-
-
-def _loss(
-    kind: str, outputs: Tensor, target: Tensor, weight: Tensor, rows: np.ndarray, temperature: float
-) -> float:
-    """Weighted sum of log losses; of an ordinal head too, whose own loss is another one."""
-    of_kind = "multilabel" if kind == "multilabel" else "classification"
-    losses = row_losses(of_kind, outputs[rows] / temperature, target[rows])
-    return float((losses * weight[rows]).sum())
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,40 @@
-"""The command trains, logs, keeps other runs' files, and refuses mistakes and idle keys in a line."""
+"""The command trains, logs, keeps other runs' files, and refuses mistakes and idle keys in a line; its head's
+file gives the numbers that were trained, and refuses what does not belong to it.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.source import UNREAD
-from finetuning.features.kept import KeptFeatures
+from finetuning.cohort.source import UNREAD, evaluated_config, on_own_endpoint
+from finetuning.features.kept import (
+    KeptFeatures,
+    features_folder,
+    pretrained_encoder,
+    random_encoder,
+    weights_digest,
+)
+from finetuning.heads import frozen
+from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
 from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
-from tests.support.finetune_factory import CONFIG, PREPARED, config, save_checkpoint
+from tests.support.finetune_factory import CONFIG, PREPARED, RUNTIME, config, embed_rows, save_checkpoint
+from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.cli import run_cli
 from utils.config.load import load_config
-from utils.config.schema import Config, leaves
+from utils.config.schema import Config, StorageOptions, leaves
 from utils.errors import ConfigError, UserError
 from utils.report import cli as report
 
@@ -186,3 +203,217 @@ def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> 
 def test_rules_of_the_head(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(CONFIG, [override])
+
+
+def test_the_head_names_its_encoder_from_any_folder(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(checkpoint).parent)
+    changes = [f"run.dir={tmp_path / 'relative'}", *QUICK]
+    assert main(["--config", TASK, "--checkpoint", Path(checkpoint).name, *changes]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert open_head(str(tmp_path / "relative")).state["encoder"]["url"] == checkpoint
+
+
+def test_the_head_loads_by_itself_and_predicts(probe: Path, checkpoint: str) -> None:
+    head = open_head(str(probe))
+    store = PreparedStore.open(head.cfg.data.store)
+    rows = np.array([70, 3, 50, 51])
+    scores = predict_rows(head, store, rows, RUNTIME)
+    features = torch.from_numpy(embed_rows(head.encoder, head.cfg, store, rows, RUNTIME))
+    scale = head.state["standardise"]
+    weights = head.state["head"]
+    outputs = ((features - scale["mean"]) / scale["std"]) @ weights["last.weight"].T + weights["last.bias"]
+    np.testing.assert_allclose(scores, outputs.softmax(1), atol=1e-4)
+    assert (head.kind, head.names) == ("classification", ("a", "b"))
+    state = head.state
+    assert state["task"] == {
+        "kind": "classification",
+        "names": ["a", "b"],
+        "label_column": "study_group",
+        "unit": "participant",
+    }
+    assert state["encoder"] == {"url": checkpoint, "checksum": load_checkpoint(checkpoint)["checksum"]}
+    assert state["participants"]["train"] == [f"train{n:02d}" for n in range(16)]
+    assert state["participants"]["val"] == [f"val{n:02d}" for n in range(8)]
+    assert state["pretraining_participants"] == state["participants"]["train"]
+    assert state["geometry"] == store.attrs["geometry"]
+    assert state["normalisation"] == "zscore_valid"
+
+
+@pytest.mark.parametrize("url", ["/home/me/head.pt", "gs://mine/head.pt", "memory://mine/head.pt"])
+@pytest.mark.parametrize(
+    "place", ["http://127.0.0.1:9/e.pt", "gs://theirs/e.pt", "simplecache::http://x.org/e.pt"]
+)
+def test_no_address_is_asked_that_a_file_alone_names(
+    url: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder's: a person says it, or it lies in the head's own bucket."""
+    asked = []
+    monkeypatch.setattr(socket.socket, "connect", lambda self, where: asked.append(where))
+    state = {"encoder": {"url": place, "checksum": "0"}}
+    with pytest.raises(UserError, match=r"this file names; nothing was asked of it: add model\.checkpoint="):
+        checkpoint_of(state, url, None, None)
+    assert asked == []
+    with pytest.raises(UserError, match="absent"):
+        checkpoint_of({"encoder": {"url": "memory://mine/absent.pt"}}, "memory://mine/head.pt", None, None)
+
+
+def test_the_endpoint_of_a_bucket_is_the_command_lines(checkpoint: str) -> None:
+    cfg = load_checkpoint_config(checkpoint)
+    theirs = replace(cfg, data=replace(cfg.data, storage_options=StorageOptions("http://127.0.0.1:9")))
+    assert on_own_endpoint(theirs, []).data.storage_options == StorageOptions()
+    of_command = on_own_endpoint(theirs, ["data.storage_options.endpoint_url=http://mine"])
+    assert of_command.data.storage_options == StorageOptions("http://mine")
+
+
+def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "attentive"
+    words = [*QUICK, "head.kind=attentive", "train.epochs=2", f"run.dir={run}", "model.feature_blocks=[1,2]"]
+    assert main(["--config", TASK, "--checkpoint", checkpoint, *words]) == 0
+    head = open_head(str(run / "checkpoints" / "head.pt"))
+    assert head.standardise is None
+    assert head.encoder.feature_width == 2 * head.encoder.width
+    with pytest.raises(ConfigError, match=r"model.feature_blocks: expected \[1, 2\] as in training"):
+        evaluated_config(head.cfg, head.url, ["model.feature_blocks=null"])
+    other = [f"run.dir={tmp_path / 'other'}", "model.feature_blocks=[2,1]"]
+    with pytest.raises(ConfigError, match=r"model.feature_blocks: expected rising numbers of 1 to 2, found"):
+        main(["--config", TASK, "--checkpoint", checkpoint, *words, *other])
+    store = PreparedStore.open(head.cfg.data.store)
+    rows = np.array([60, 8, 61])
+    scores = predict_rows(head, store, rows, RUNTIME)
+    tokens, valid = next(
+        (t, v) for _, t, v in KeptFeatures(head.encoder, head.cfg, store, RUNTIME).compute(rows)
+    )
+    np.testing.assert_allclose(scores, head.module(tokens, valid).softmax(1), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "x"},
+        {"task": {"kind": "classification", "names": 3, "label_column": "a", "unit": "eye"}},
+        {"encoder": None},
+        {"encoder": {"url": None, "checksum": 5}},
+        {"encoder": {}},
+        *({"num_outputs": value} for value in (10**9, -1, 0, None, "2", 2.5, float("nan"))),
+        *({"hidden": value, "head_kind": "mlp"} for value in ("9", None, 10**9, -1)),
+        *({"head_kind": value} for value in (None, 3, ["mlp"], "deep")),
+        *({"head": value} for value in ([], {"last.weight": "x"}, {3: 4}, {})),
+        *({"dropout": value} for value in ("x", None, 7.0)),
+        *({"standardise": value} for value in ([1], {"mean": "a", "std": None}, {})),
+        *({"config": value} for value in ("5", "- a", "x: [", "seed: !!python/name:os.system", "")),
+        {"encoder_weights": [1]},
+    ],
+    ids=lambda change: str(change)[:60],
+)
+def test_a_strangers_head_is_one_line(probe: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Right seal, odd values: nothing is run, no memory is asked for, and no traceback."""
+    state = load_checkpoint(str(probe / "checkpoints" / "head.pt"))
+    writer = CheckpointWriter(str(tmp_path), keep_last=None)
+    del state["checksum"]
+    writer.save(state | change, ["head"])
+    writer.close()
+    with pytest.raises(UserError, match=r"head\.pt: ") as error:
+        open_head(str(tmp_path / "head.pt"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_fine_tuned_encoder_is_that_of_the_head(probe: Path, world: Path, tmp_path: Path) -> None:
+    """The file has encoder weights: they are used, and the checkpoint that it came from is not needed."""
+    head = open_head(str(probe))
+    encoder = random_encoder(head.cfg, 5)
+    state = {k: v for k, v in head.state.items() if k not in ("checksum", "format_version")}
+    state |= {"encoder_weights": encoder.state_dict(), "encoder": {"url": "gone.pt", "checksum": "0"}}
+    writer = CheckpointWriter(str(tmp_path), keep_last=None)
+    writer.save(state | {"standardise": None}, ["head"])
+    writer.close()
+    tuned = open_head(str(tmp_path / "head.pt"))
+    assert not tuned.is_frozen
+    store = PreparedStore.open(head.cfg.data.store)
+    rows = np.arange(3)
+    features = torch.from_numpy(embed_rows(encoder, head.cfg, store, rows, RUNTIME))
+    expected = tuned.module(features).softmax(1)
+    before = set(Path(features_folder(head.cfg)).rglob("*"))
+    np.testing.assert_allclose(predict_rows(tuned, store, rows, RUNTIME), expected, atol=1e-4)
+    assert set(Path(features_folder(head.cfg)).rglob("*")) == before
+
+
+def test_a_head_refuses_what_it_was_not_trained_on(probe: Path, world: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(config(world, tmp_path / "other"), step=41, participants=["val01", "test03"])
+    with pytest.raises(CheckpointError, match=r"best_probe.pt: expected the encoder of .*head.pt, sha256"):
+        open_head(str(probe), encoder_url=other)  # the same weights, another run
+    with pytest.raises(UserError, match=r"split test in its pre-training, found 1 \(test03\)"):
+        main(["--config", TASK, "--checkpoint", other, f"run.dir={tmp_path / 'run'}", *QUICK])
+    head = open_head(str(probe))
+    store = PreparedStore.open(head.cfg.data.store)
+    for key, value in (("normalisation", "minmax"), ("geometry", {"image_size": [1, 2, 3]})):
+        store.attrs = {**head.state, key: value}
+        with pytest.raises(UserError, match=rf"{key}: expected .* of .*head.pt, found .*(minmax|1, 2, 3)"):
+            predict_rows(head, store, np.arange(2), RUNTIME)
+
+
+def test_a_changed_head_is_detected(probe: Path, tmp_path: Path) -> None:
+    shutil.copytree(probe / "checkpoints", tmp_path / "checkpoints")
+    file = tmp_path / "checkpoints" / "head.pt"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"head.pt: expected .* bytes with sha256 .*: the file is damaged"
+    ):
+        open_head(str(tmp_path))
+    (tmp_path / "checkpoints" / "head.json").unlink()
+    with pytest.raises(CheckpointError, match="expected its seal"):
+        open_head(str(tmp_path))
+
+
+def test_a_head_is_no_encoder_and_an_encoder_no_head(probe: Path, checkpoint: str) -> None:
+    with pytest.raises(CheckpointError, match=r"best_probe.pt: expected the file of a head"):
+        open_head(checkpoint)
+    head = str(probe / "checkpoints" / "head.pt")
+    with pytest.raises(
+        CheckpointError, match=r"head.pt: expected a checkpoint of pretraining.train, found no"
+    ):
+        main(["--config", TASK, "--checkpoint", head])
+
+
+def test_the_encoder_is_bit_identical_after_probing(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[nn.Module, str]] = []
+
+    def remember(*args: Any) -> nn.Module:
+        encoder = pretrained_encoder(*args)
+        seen.append((encoder, weights_digest(encoder)))
+        return encoder
+
+    monkeypatch.setattr(frozen, "pretrained_encoder", remember)
+    before = load_checkpoint(checkpoint)["checksum"]
+    words = [*QUICK, "head.kind=attentive", "train.epochs=1", f"run.dir={tmp_path / 'runs' / 'a'}"]
+    assert main(["--config", TASK, "--checkpoint", checkpoint, *words]) == 0
+    ((encoder, digest),) = seen
+    assert weights_digest(encoder) == digest
+    assert not any(p.requires_grad for p in encoder.parameters())
+    assert load_checkpoint(checkpoint)["checksum"] == before
+
+
+def test_weights_that_do_not_fit_are_named(world: Path, checkpoint: str) -> None:
+    state = load_checkpoint(checkpoint)
+    cfg = load_checkpoint_config(checkpoint)
+    partial = {k: v for k, v in state["model"].items() if ".blocks.1." not in k}
+    with pytest.raises(
+        CheckpointError,
+        match=r"x.pt: weights of model.size ti: expected the \d+ tensors of the model; the file lacks 12: "
+        r"blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.attn.qkv.weight, ...$",
+    ):
+        pretrained_encoder(cfg, {**state, "model": partial}, "x.pt")
+    foreign = {**state["model"], "target_encoder.cls_token": torch.zeros(1)}
+    foreign["target_encoder.norm.weight"] = torch.zeros(7)
+    with pytest.raises(
+        CheckpointError,
+        match=r"has in excess 1: cls_token; has in another shape 1: norm.weight \(\[7\] for \[48\]\)$",
+    ):
+        pretrained_encoder(cfg, {**state, "model": foreign}, "x.pt")
+    with pytest.raises(CheckpointError, match="found no model"):
+        pretrained_encoder(cfg, {"config": "", "normalisation": "", "participants": []}, "x.pt")

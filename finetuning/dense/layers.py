@@ -42,8 +42,10 @@ from finetuning.dense.surfaces import (
     boundary_error_um,
     etdrs_tables,
     hausdorff95_um,
+    known_means,
     layer_overlap,
     layers_of,
+    locate,
 )
 from finetuning.features.kept import KeptFeatures, pooled_of_tokens
 from finetuning.heads.confidence import fit_familiarity
@@ -231,22 +233,14 @@ def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Ru
 
 def mean_heights(volumes: LayerVolumes) -> dict[str, list[float | None]]:
     """Protocol -> mean height of each surface over the training volumes: what knows no image. OF_ALL: any."""
-    by_protocol: dict[str, list[np.ndarray]] = {}
-    for row in volumes.of(TRAIN):
-        values = volumes.read(int(row))
-        count = (~np.isnan(values)).sum(axis=(1, 2))
-        mean = np.divide(
-            np.nansum(values, axis=(1, 2)), count, out=np.full(len(count), np.nan), where=count > 0
-        )
-        for protocol in (str(volumes.store.index.protocol[row]), OF_ALL):
-            by_protocol.setdefault(protocol, []).append(mean)
-    result: dict[str, list[float | None]] = {}
-    for protocol, means in by_protocol.items():
-        table = np.stack(means)
-        known = (~np.isnan(table)).sum(axis=0)
-        sums = np.nansum(table, axis=0)
-        result[protocol] = [float(s / n) if n else None for s, n in zip(sums, known, strict=True)]
-    return result
+    rows = [int(row) for row in volumes.of(TRAIN)]
+    means = pd.DataFrame([known_means(volumes.read(row)) for row in rows])
+    protocols = volumes.store.index.protocol[rows].astype(str).to_numpy()
+    tables = dict(iter(means.groupby(protocols).mean().iterrows())) | {OF_ALL: means.mean()}
+    return {
+        str(protocol): [None if np.isnan(v) else float(v) for v in table]
+        for protocol, table in tables.items()
+    }
 
 
 def baselines(volumes: LayerVolumes, head: DenseHead) -> dict[str, Callable[[int], np.ndarray]]:
@@ -291,7 +285,8 @@ def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line
     um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs}
     facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     try:
-        tables = etdrs_tables(um, record, (d_mm, w_mm))
+        fovea, _ = locate(um, record, (d_mm, w_mm))
+        tables = etdrs_tables(um, record, (d_mm, w_mm), fovea)
     except ValueError as error:  # another region, or nothing is marked in the middle
         return [facts | {"layer": NO_LAYER, "message": str(error)}]
     return [

@@ -55,11 +55,14 @@ EXPECTED = f"{CENTRE}, B-SCAN,A-SCAN of one scan, or a table with the columns sc
 
 def boundary_error_um(predicted_SDW: np.ndarray, truth_SDW: np.ndarray, spacing_h_mm: float) -> np.ndarray:
     """Mean distance along the A-scan of every surface, um [S]."""
-    distance = np.abs(predicted_SDW - truth_SDW) * spacing_h_mm * 1000
-    count = (~np.isnan(distance)).sum(axis=(1, 2))
-    return np.divide(
-        np.nansum(distance, axis=(1, 2)), count, out=np.full(len(count), np.nan), where=count > 0
-    )
+    return known_means(np.abs(predicted_SDW - truth_SDW) * spacing_h_mm * 1000)
+
+
+def known_means(values_SDW: np.ndarray) -> np.ndarray:
+    """Mean over what is known of every surface [S]; NaN of one of which nothing is."""
+    count = (~np.isnan(values_SDW)).sum(axis=(1, 2))
+    total = np.nansum(values_SDW, axis=(1, 2))
+    return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
 def layer_overlap(predicted_SDW: np.ndarray, truth_SDW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,16 +145,14 @@ def etdrs_tables(
     thickness_um: Mapping[str, np.ndarray],
     record: Mapping[str, Any],
     spacing_mm: tuple[float, float],
-    given: tuple[float, float] | None = None,
+    fovea: tuple[float, float],
 ) -> dict[str, dict[str, Sector]]:
-    """Layer -> sector of every map, around the fovea; `record`: the volume's row of an index; `given`: where
-    somebody says that the fovea is.
-
-    Raises ValueError for a volume that has no such grid: no side, and as `locate`.
+    """Layer -> sector of every map, around the fovea; `record`: the volume's row of an index. Raises ValueError
+    where that says no side.
     """
-    if record["laterality"] not in ("L", "R"):
+    side = str(record["laterality"])
+    if side not in ("L", "R"):
         raise ValueError("expected the side of the eye in the file, found none")
-    (fovea, _), side = locate(thickness_um, record, spacing_mm, given), str(record["laterality"])
     return {name: etdrs(values, spacing_mm, fovea, side) for name, values in thickness_um.items()}
 
 
@@ -167,7 +168,8 @@ def locate(
     Raises ValueError: another region, no retina, no fovea.
     """
     if given is not None:
-        if not all(0 <= place < size for place, size in zip(given, _shape(thickness_um), strict=True)):
+        shape = next(iter(thickness_um.values())).shape
+        if not all(0 <= place < size for place, size in zip(given, shape, strict=True)):
             raise ValueError("expected a fovea inside the scan, found it outside")
         return given, GIVEN
     is_macula, is_elsewhere = _is_of(record, MACULA), _is_of(record, ELSEWHERE)
@@ -184,10 +186,6 @@ def locate(
             f"found {_words(record)} and {max(depth, 0):.0f} um"
         )
     return fovea, PIT
-
-
-def _shape(thickness_um: Mapping[str, np.ndarray]) -> tuple[int, ...]:
-    return next(iter(thickness_um.values())).shape
 
 
 def _words(record: Mapping[str, Any]) -> str:

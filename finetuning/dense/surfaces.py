@@ -147,8 +147,9 @@ def etdrs_tables(
     spacing_mm: tuple[float, float],
     fovea: tuple[float, float],
 ) -> dict[str, dict[str, Sector]]:
-    """Layer -> sector of every map, around the fovea; `record`: the volume's row of an index. Raises ValueError
-    where that says no side.
+    """Layer -> sector of every map, around the fovea; `record`: the volume's row of an index.
+
+    Raises ValueError where that says no side.
     """
     side = str(record["laterality"])
     if side not in ("L", "R"):

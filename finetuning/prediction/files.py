@@ -28,8 +28,7 @@ from finetuning.dense.surfaces import NOT_GIVEN, RETINA, Foveas, layers_of, meas
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.scans import Scan, require_file, version_of
 from finetuning.embedding.stream import Fault, rejected
-from finetuning.prediction.cautions import cautions_of
-from finetuning.prediction.lines import Line
+from finetuning.prediction.lines import Line, cautions_of
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError

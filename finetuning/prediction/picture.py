@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from finetuning.prediction.cautions import NO_ANSWER
+from finetuning.prediction.lines import NO_ANSWER
 
 FOR_RGB, AGAINST_RGB, LOOK_RGB = (0.90, 0.22, 0.12), (0.15, 0.45, 0.95), (0.98, 0.75, 0.10)
 LEAST_HEIGHT = 0.34  # of a drawn B-scan, as a share of its width: a flatter one is stretched, and says so

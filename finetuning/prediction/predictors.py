@@ -30,7 +30,6 @@ from finetuning.embedding.volumes import Volume
 from finetuning.heads.confidence import Calibration, Familiarity, stored_calibration, stored_familiarity
 from finetuning.heads.head_file import Head
 from finetuning.heads.objective import to_scores
-from finetuning.prediction.cautions import NO_ANSWER, cautions_of, is_far
 from finetuning.prediction.evidence import (
     ATTENTION,
     CHEAP,
@@ -41,6 +40,7 @@ from finetuning.prediction.evidence import (
     occlusion_map,
     outputs_of,
 )
+from finetuning.prediction.lines import NO_ANSWER, cautions_of, is_far
 from finetuning.prediction.picture import NOTICE, WRAP, Page, draw
 from models.probes.features import pool_tokens
 from utils.config.schema import Config

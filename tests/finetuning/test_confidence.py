@@ -32,7 +32,6 @@ from finetuning.heads.confidence import (
     stored_familiarity,
 )
 from finetuning.heads.head_file import Standardise
-from finetuning.prediction.cautions import NO_ANSWER, cautions_of
 from finetuning.prediction.evidence import (
     ATTENTION,
     CONTRIBUTIONS,
@@ -45,6 +44,7 @@ from finetuning.prediction.evidence import (
     hide,
     occlusion_map,
 )
+from finetuning.prediction.lines import NO_ANSWER, cautions_of
 from finetuning.prediction.picture import NOTICE, Page, draw
 from models.heads import build_head
 from models.probes.features import pool_tokens

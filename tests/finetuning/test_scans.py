@@ -21,9 +21,8 @@ from finetuning.dense.surfaces import NOT_GIVEN, SECTORS, layers_of, measured, r
 from finetuning.embedding.scans import Places, Scan, find_scans, version_of
 from finetuning.embedding.volumes import Reject, ScanFile, Volume
 from finetuning.prediction.agreement import bland_altman, write_agreement
-from finetuning.prediction.cautions import NO_ANSWER
 from finetuning.prediction.files import between, sizes
-from finetuning.prediction.lines import write_study
+from finetuning.prediction.lines import NO_ANSWER, write_study
 from finetuning.prediction.predictors import decided
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.heights_factory import SMOKE

@@ -27,7 +27,7 @@ from finetuning.answers.evaluation_files import write_evaluation
 from finetuning.answers.scorecard import (
     COLUMNS,
     Answer,
-    difference,
+    compare,
     people_of_classes,
     protocol_of,
     scorecard,
@@ -129,8 +129,9 @@ def answer(
     table = [
         {"name": r.name, "label": r.label, **scorecard(r.scored, samples, seed), **r.facts} for r in rows
     ]
-    mean, ci95, shown, doubt = difference(first, rows[1].scored.evaluated(), samples, seed)
-    metric = TITLES[PRIMARY[first.kind]]
+    primary, sides = PRIMARY[first.kind], {row.name: [row.scored.evaluated()] for row in rows[:2]}
+    (gain,) = compare({primary: sides}, samples, seed)
+    words_of_gain = verdict(gain.value, gain.ci95, *words, TITLES[primary], gain.doubt)
     is_class = first.kind in CLASSES
     counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
     strata = "stratified by class, " if is_class else ""
@@ -153,15 +154,15 @@ def answer(
         "look": look,
         "rows": table,
         "difference": {
-            "rows": [row.name for row in rows[:2]],
-            "metric": PRIMARY[first.kind],
-            "mean": mean,
-            "ci95": list(ci95),
-            "could_have_shown": shown,
-            "doubt": doubt,
+            "rows": list(sides),
+            "metric": primary,
+            "mean": gain.value,
+            "ci95": list(gain.ci95),
+            "could_have_shown": gain.could_have_shown,
+            "doubt": gain.doubt,
         },
         "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
-        "verdict": f"{verdict(mean, ci95, *words, metric, doubt)} This cohort could have shown {shown:.2f}.",
+        "verdict": f"{words_of_gain} This cohort could have shown {gain.could_have_shown:.2f}.",
         "cautions": cautions_of(asked, people_of_classes(first)),
         "notes": [
             *notes,
@@ -238,18 +239,11 @@ def evaluate(cfg: Config, runtime: Runtime) -> dict[str, Any]:
     cohorts = tuple(read_cohorts(cfg, store, state["participants"]))
     overlap = sum(count_overlap(cfg, cohort, state["participants"], url) for cohort in cohorts)
     asked = Asked(cfg, store, cohorts, overlap, state["checksum"])
-    known = asked.answer().known()
-    return _evaluate(asked, state, url, runtime) if known is None else known
-
-
-def _evaluate(asked: Asked, state: dict[str, Any], url: str, runtime: Runtime) -> dict[str, Any]:
-    cfg, store = asked.cfg, asked.store
+    if (known := asked.answer().known()) is not None:
+        return known
+    names, people = ", ".join(asked.cohort.names), asked.people(EVALUATED)
     log.info(
-        "%d volumes, %s of %s, %d evaluated participants",
-        len(asked.rows),
-        asked.cohort.kind,
-        ", ".join(asked.cohort.names),
-        asked.people(EVALUATED),
+        "%d volumes, %s of %s, %d evaluated participants", len(asked.rows), asked.cohort.kind, names, people
     )
     volumes, source = Volumes(cfg, store, asked.rows, runtime), Source(cfg, url, state)
     first = encoder_entry(volumes, source, "pretrained", "pre-trained encoder (EMA target)")
@@ -281,18 +275,6 @@ def printed(content: Mapping[str, Any]) -> str:
     return "\n".join([table, *content["notes"], *content["cautions"], content["verdict"]])
 
 
-def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """The content of evaluation.json of a head; one of the same question is reused. Raises UserError."""
-    head = open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
-    cfg = evaluated_config(head.cfg, head.url, overrides)
-    head = replace(head, cfg=cfg)
-    runtime = open_runtime(cfg.train.use_bf16)
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    asked = _asked(head, cfg, store)
-    known = asked.answer().known()
-    return _evaluate_head(asked, head, runtime) if known is None else known
-
-
 def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     """Labels and folds; raises UserError for other classes, or for participants that were seen."""
     is_crossed = cfg.eval.protocol == "crossfit"  # then the head's own training is no part of the answer
@@ -307,8 +289,17 @@ def _asked(head: Head, cfg: Config, store: PreparedStore) -> Asked:
     return Asked(cfg, store, cohorts, overlap, head.checksum, seen_by)
 
 
-def _evaluate_head(asked: Asked, head: Head, runtime: Runtime) -> dict[str, Any]:
-    cfg, store, cohorts = asked.cfg, asked.store, asked.cohorts
+def evaluate_head(wanted: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of evaluation.json of a head; one of the same question is reused. Raises UserError."""
+    head = open_head(wanted, storage_options_of(overrides), encoder_place(overrides))
+    cfg = evaluated_config(head.cfg, head.url, overrides)
+    head = replace(head, cfg=cfg)
+    runtime = open_runtime(cfg.train.use_bf16)
+    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+    asked = _asked(head, cfg, store)
+    if (known := asked.answer().known()) is not None:
+        return known
+    cohorts = asked.cohorts
     if cfg.eval.protocol == "crossfit":
         kept = KeptFeatures(head.encoder, cfg, store, runtime)
         scores, of_val = zip(*(scores_of_fold(kept, cohort) for cohort in cohorts), strict=True)

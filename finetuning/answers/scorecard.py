@@ -149,27 +149,6 @@ def scorecard(scored: metrics.Scored, samples: int, seed: int) -> dict[str, Any]
     return result
 
 
-def difference(
-    first: metrics.Predictions, second: metrics.Predictions, samples: int, seed: int
-) -> tuple[float, tuple[float, float], float, str]:
-    """Observed first - second of the kind's primary metric, its interval under shared resamples, the smallest
-    difference that these units could have shown with 80 % power, and the doubt of models.probes.intervals.
-
-    Raises ValueError unless both predict the same units with the same truth.
-    """
-    if not (np.array_equal(first.unit, second.unit) and np.array_equal(first.truth, second.truth)):
-        raise ValueError("difference: expected the same units and truth in both predictions")
-    name = metrics.PRIMARY[first.kind]
-    counts = metrics.bootstrap_counts(first, samples, seed)
-    draws_S = metrics.measure(first, counts).overall[name] - metrics.measure(second, counts).overall[name]
-    value = float(metrics.observed(first).overall[name][0] - metrics.observed(second).overall[name][0])
-    ci95 = metrics.interval(draws_S)
-    if ci95 is None or math.isnan(value):
-        raise ValueError(f"difference: expected {name} to exist, found none: a class has no unit")
-    unclear = doubt(ci95, people_of_classes(first), gains([first], [second]))
-    return value, ci95, could_have_shown([first], [second], draws_S), unclear
-
-
 def people_of_classes(predictions: metrics.Predictions) -> list[int]:
     """How many people have a unit of each class, or of each label a yes and a no; of a value all people."""
     person, truth = predictions.person, predictions.truth
@@ -326,7 +305,7 @@ def compare(
     """Every pair of rows in every column {column: {row: predictions a seed}}, corrected over all of them; but
     none of two rows without an encoder, `free`.
 
-    Raises ValueError where rows predict different units.
+    Raises ValueError where rows predict different units, or a class has none.
     """
     pairs = [
         (column, *pair)
@@ -353,7 +332,8 @@ def compare(
     for column, one, other in pairs:
         draws_S = draws[column, one] - draws[column, other]
         ci95 = metrics.interval(draws_S)
-        assert ci95 is not None
+        if ci95 is None:
+            raise ValueError(f"{column}: expected a metric that exists, found none: a class has no unit")
         value = values[column, one] - values[column, other]
         sides = columns[column][one], columns[column][other]
         smallest, gains_P = could_have_shown(*sides, draws_S), gains(*sides)

@@ -49,7 +49,7 @@ from finetuning.cohort.source import (
     require_pretraining,
 )
 from finetuning.embedding.scans import Places, find_scans
-from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected, tokens_of
+from finetuning.embedding.stream import Fault, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import FileVolumes, Reject, StoreVolumes, Volume, Volumes
 from finetuning.features.kept import pretrained_encoder, weights_digest
 from models.probes.features import pool_tokens
@@ -333,13 +333,8 @@ def embed_rows(
 def embed_volume(
     encoder: nn.Module, cfg: Config, volume: Volume, runtime: Runtime, with_tokens: bool
 ) -> Embedded:
-    """Mean and standard deviation over valid tokens [E], and the tokens [N, E]; a reject where there are
-    none, or where they are not finite.
-    """
-    try:
-        tokens_BNE, valid_BN = tokens_of(encoder, cfg, volume, runtime)
-    except NoFeaturesError as error:
-        return Embedded(volume.fields | {"status": error.status, "message": str(error)})
+    """Mean and standard deviation over valid tokens [E], and the tokens [N, E]; raises NoFeaturesError."""
+    tokens_BNE, valid_BN = tokens_of(encoder, cfg, volume, runtime)
     mean, std = np.split(pool_tokens(tokens_BNE, valid_BN)[0].cpu().numpy(), 2)
     if not with_tokens:
         return Embedded(volume.fields, mean, std)

@@ -25,7 +25,7 @@ from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
 from finetuning.dense.surfaces import read_foveas
 from finetuning.embedding.scans import Places, Scan, find_scans
-from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
+from finetuning.embedding.stream import Fault, read_ahead, rejected
 from finetuning.embedding.volumes import FileVolumes, Reject, Volume
 from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.agreement import write_agreement
@@ -198,10 +198,7 @@ class Answers:
         with Fault() as fault:
             return line | self._answered(volume)
         assert fault.error is not None
-        if isinstance(fault.error, NoFeaturesError):
-            return line | {"status": fault.error.status, "message": str(fault.error)}
-        reject = rejected(fields, fault.error).fields
-        return line | {name: reject[name] for name in ("status", "message")}
+        return rejected(line, fault.error).fields
 
     def _answered(self, volume: Volume) -> Line:
         """Write a volume's picture and arrays; what is predicted. Raises NoFeaturesError, StorageError."""

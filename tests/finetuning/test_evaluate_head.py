@@ -18,7 +18,14 @@ from data_setup.store.reader import PreparedStore
 from finetuning.answers import evaluation_files
 from finetuning.answers.evaluation import Asked, evaluate, evaluate_head
 from finetuning.answers.evaluation_files import predictions_table
-from finetuning.answers.scorecard import difference, group_of_volumes, people_of_classes, scorecard, subgroups
+from finetuning.answers.scorecard import (
+    Comparison,
+    compare,
+    group_of_volumes,
+    people_of_classes,
+    scorecard,
+    subgroups,
+)
 from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.metrics import Predictions, Scored
@@ -277,16 +284,21 @@ def random_scored(seed: int, shift: float) -> Scored:
     return Scored((cohort,), (np.stack([1 - yes, yes], 1),))
 
 
+def pair(first: Predictions, second: Predictions, samples: int) -> Comparison:
+    (one,) = compare({"linear": {"first": [first], "second": [second]}}, samples, 0)
+    return one
+
+
 def test_the_difference_is_paired() -> None:
     good, poor = random_scored(0, 0.6).evaluated(), random_scored(1, 0.0).evaluated()
-    assert difference(good, good, 200, 0)[:2] == (0.0, (0.0, 0.0))
-    mean, (low, high), shown, doubt = difference(good, poor, 200, 0)
-    assert 0 < low < mean < high
-    assert 0 < shown < mean
-    assert not doubt
+    same, other = pair(good, good, 200), pair(good, poor, 200)
+    assert (same.value, same.ci95) == (0.0, (0.0, 0.0))
+    assert 0 < other.ci95[0] < other.value < other.ci95[1]
+    assert 0 < other.could_have_shown < other.value
+    assert not other.doubt
     fewer = poor.where(np.arange(100))
-    with pytest.raises(ValueError, match="expected the same units"):
-        difference(good, fewer, 200, 0)
+    with pytest.raises(ValueError, match="units of all rows to be the same"):
+        pair(good, fewer, 200)
 
 
 def test_units_of_several_devices_name_them_all() -> None:
@@ -352,9 +364,9 @@ def test_a_second_eye_like_the_first_shows_nothing_more() -> None:
         return [predictions("classification", labels, scores, people_) for scores in chosen]
 
     one_eye, two_eyes = of(1), of(2)
-    of_one, of_two = (difference(*pair, 2000, 0) for pair in (one_eye, two_eyes))
-    assert of_two[0] == of_one[0]
-    assert of_two[2] == pytest.approx(of_one[2], rel=0.1)
+    of_one, of_two = (pair(*sides, 2000) for sides in (one_eye, two_eyes))
+    assert of_two.value == of_one.value
+    assert of_two.could_have_shown == pytest.approx(of_one.could_have_shown, rel=0.1)
     assert people_of_classes(two_eyes[0]) == people_of_classes(one_eye[0]) == [200, 200]
 
 

@@ -51,7 +51,7 @@ from finetuning.dense.planes import Moves, Planes
 from finetuning.dense.surfaces import SECTORS, boundary_error_um
 from finetuning.features.kept import KeptFeatures, random_encoder
 from finetuning.prediction.files import between
-from tests.finetuning.test_segment import interleaved
+from tests.finetuning.test_scans import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.heights_factory import config, dense_overrides, make_tree, prepare_all
 from tests.support.line_fields import documented

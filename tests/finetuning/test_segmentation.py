@@ -37,7 +37,7 @@ from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
 from finetuning.dense.kind import Kind
 from finetuning.features.kept import KeptFeatures
-from tests.finetuning.test_segment import interleaved
+from tests.finetuning.test_scans import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
 from tests.support.flow_factory import make_flow_tree, prepare_flow
 from tests.support.heights_factory import config, dense_overrides, make_tree, words
@@ -161,21 +161,12 @@ def test_masks_of_an_interleaved_scan_are_in_the_order_of_its_file(
     """The same scan with its frames in two orders: the same masks, in these orders; NIfTI in one."""
     volumes = volumes_of(world, CLASSES)
     path = world / "tree" / str(volumes.store.index.path[int(volumes.of(EVALUATED)[0])])
-    scan = pydicom.dcmread(path)
-    order = [*range(0, len(scan.pixel_array), 2), *range(1, len(scan.pixel_array), 2)]
-    groups = scan.PerFrameFunctionalGroupsSequence
-    scan.PixelData = scan.pixel_array[order].tobytes()
-    scan.PerFrameFunctionalGroupsSequence = [groups[frame] for frame in order]
-    for number, group in enumerate(scan.PerFrameFunctionalGroupsSequence, start=1):
-        group.FrameContentSequence[0].InStackPositionNumber = number
-    other = tmp_path / "turned" / path.name
-    other.parent.mkdir()
-    scan.save_as(other)
+    order = interleaved(path, other := tmp_path / "turned" / path.name)
     for form in ("png", "nifti"):
         for name, file in (("a", path), ("b", other)):
             words = ["--checkpoint", str(trained), "--files", str(file), "--format", form]
             assert predict_command.main([*words, "--out", str(tmp_path / name / form)]) == 0
-    shape = scan.pixel_array.shape
+    shape = pydicom.dcmread(path).pixel_array.shape
 
     def masks(name: str, form: str) -> np.ndarray:
         line = json.loads((tmp_path / name / form / "segments.jsonl").read_text())

@@ -41,7 +41,7 @@ from data_setup.store.reader import PreparedStore
 from finetuning.embedding.scans import Scan
 from finetuning.embedding.volumes import ScanFile
 from finetuning.prediction.files import Files
-from tests.finetuning.test_segment import Bright, Edge, arm
+from tests.finetuning.test_scans import Bright, Edge, arm
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides

@@ -29,14 +29,35 @@ from finetuning.features.kept import (
 from finetuning.heads import frozen
 from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
-from tests.finetuning.frozen.probing import QUICK, TASK, load_checkpoint_config
 from tests.support.finetune_factory import CONFIG, PREPARED, RUNTIME, config, embed_rows, save_checkpoint
+from tests.support.pipeline_factory import ROOT
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.cli import run_cli
-from utils.config.load import load_config
+from utils.config.load import config_of_yaml, load_config
 from utils.config.schema import Config, StorageOptions, leaves
 from utils.errors import ConfigError, UserError
 from utils.report import cli as report
+
+TASK = str(ROOT / "configs" / "cls_linear_probe.yaml")
+QUICK = ["train.epochs=3", "head.learning_rates=[1e-3,1e-2]", "head.weight_decays=[0.01]", "data.workers=0"]
+QUICK += ["train.log_every_steps=2", "wandb.mode=disabled"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(world: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_checkpoint(config(world, tmp_path_factory.mktemp("pretrained"), "data.workers=0"))
+
+
+@pytest.fixture(scope="module")
+def probe(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of a linear probe, trained by the command."""
+    run = tmp_path_factory.mktemp("runs") / "probe"
+    assert main(["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", *QUICK]) == 0
+    return run
+
+
+def load_checkpoint_config(url: str) -> Config:
+    return config_of_yaml(load_checkpoint(url)["config"], url)
 
 
 def test_the_command_trains_and_says_what_is_next(

@@ -16,14 +16,54 @@ from torch import Tensor, nn
 
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.heads import frozen
-from finetuning.heads.frozen import Grid, train_grid
+from finetuning.heads.frozen import Grid, PooledInputs, train_grid
 from finetuning.heads.objective import row_weights
 from models.heads import build_head
 from models.optimizer import warmup_cosine
-from tests.finetuning.frozen.probing import CPU, WIDTH, classes, learning, made_up, pooled
+from tests.support.finetune_factory import config
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.run.log import NoLog
+
+CPU = torch.device("cpu")
+WIDTH = 6
+
+
+def made_up(kind: str, target: np.ndarray, people: int = 90, seed: int = 0) -> tuple[Cohort, np.ndarray]:
+    """Two volumes of each participant, half of them in TRAIN; features that target [people, T] decides."""
+    rng = np.random.default_rng(seed)
+    number = np.repeat(np.arange(people), 2)
+    features = rng.normal(size=(2 * people, 2 * WIDTH)).astype(np.float32)
+    features[:, : target.shape[1]] += 6 * (target - target.mean(axis=0))[number] / target.std(axis=0)
+    person = np.array([f"p{n:03d}" for n in number])
+    names = tuple(f"n{i}" for i in range(target.shape[1] if kind == "multilabel" else int(target.max()) + 1))
+    names = ("value",) if kind == "regression" else names
+    return Cohort(
+        kind,
+        names,
+        np.arange(2 * people),
+        np.array([TRAIN, VAL, EVALUATED, TRAIN])[number % 4],
+        target[number],
+        person,
+        person,
+    ), features
+
+
+def learning(world: Path, *overrides: str) -> Config:
+    """A small grid and many small steps; nothing is read from disk."""
+    grid = ["head.learning_rates=[1e-3,3e-2]", "head.weight_decays=[0,0.3]", "finetune.patience=null"]
+    steps = ["train.global_batch_size=16", "train.per_core_batch_size=16"]
+    steps += ["train.max_steps=null", "train.epochs=8"]
+    return config(world, world / "unused", *grid, *steps, "head.hidden=8", *overrides)
+
+
+def pooled(cohort: Cohort, features: np.ndarray) -> PooledInputs:
+    places = np.flatnonzero(cohort.fold != EVALUATED)
+    return PooledInputs(features[places], cohort, places, CPU)
+
+
+def classes(count: int, people: int = 90) -> np.ndarray:
+    return (np.arange(people) // 4 % count).astype(np.float64)[:, None]
 
 
 def alone(

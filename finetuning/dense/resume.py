@@ -29,7 +29,7 @@ from utils.config.load import to_yaml
 from utils.config.schema import Config
 from utils.run.checkpoints import Checkpoints
 from utils.run.lease import Lease
-from utils.runtime.single import Runtime, StopRequested
+from utils.runtime.single import Runtime
 
 LONGEST_AVERAGE = 0.99  # of the weights that are judged: the share of what was before
 Encoder = VisionTransformer3D | LocalTokens
@@ -100,7 +100,7 @@ class Keeper:
     def __init__(
         self, source: Source, volumes: DenseVolumes, runtime: Runtime, total: int, leases: list[Lease]
     ) -> None:
-        self.source, self.runtime, self.total = source, runtime, total
+        self.source, self.total = source, total
         self.volumes = volumes_checksum(volumes)
         self.state = self._restored()
         self.step: int = self.state["step"]  # updates of all arms
@@ -122,10 +122,6 @@ class Keeper:
 
     def save(self) -> None:
         self.checkpoints.save([], with_step=True)
-
-    def stop_if_asked(self) -> None:
-        if self.runtime.stop_requested:
-            raise StopRequested
 
     def _content(self) -> dict[str, Any]:
         cfg = self.source.cfg

@@ -245,8 +245,8 @@ def train_arm(
     units, epochs = batches_of(cfg, volumes)
     calendar = epochs.calendar
     for step, places in epochs.batches(result.step):
-        if keeper is not None:
-            keeper.stop_if_asked()
+        if keeper is not None and runtime.stop_requested:
+            raise StopRequested
         done, rate = step + 1, warmup_cosine(cfg.optim, step, calendar.total)
         chosen = [units[place] for place in places]
         loss = train_step(moving, training, planes, chosen, step, rate)

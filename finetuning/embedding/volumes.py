@@ -18,9 +18,9 @@ Measured on 15 eyes of four devices and on the phantom's: docs/guides/embedding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -157,22 +157,16 @@ class StoreVolumes:
         columns = self.store.index.loc[row].to_dict()
         return {name: v.item() if isinstance(v, np.generic) else v for name, v in columns.items()}
 
-    def reader(self, row: int) -> _StoreRow:
-        return _StoreRow(self.store, row, self.known(row))
+    def reader(self, row: int) -> Callable[[], Volume | Reject]:
+        return partial(_read_row, self.store, row, self.known(row))
 
 
-@dataclass(frozen=True)
-class _StoreRow:
-    store: PreparedStore
-    row: int
-    fields: dict[str, Any]
-
-    def __call__(self) -> Volume | Reject:
-        try:
-            return Volume(self.store.read(self.row), self.fields)
-        except storage.StorageError as error:
-            is_away = isinstance(error, storage.StorageAwayError)
-            return Reject(self.fields | {"status": DAMAGED, "message": str(error)}, is_away)
+def _read_row(store: PreparedStore, row: int, fields: dict[str, Any]) -> Volume | Reject:
+    try:
+        return Volume(store.read(row), fields)
+    except storage.StorageError as error:
+        is_away = isinstance(error, storage.StorageAwayError)
+        return Reject(fields | {"status": DAMAGED, "message": str(error)}, is_away)
 
 
 class FileVolumes:
@@ -204,39 +198,32 @@ class FileVolumes:
     def known(self, row: int) -> dict[str, Any]:
         return {"row": row, "path": self.scans[row].record.path, "listed": True}
 
-    def reader(self, row: int) -> ScanFile:
-        return ScanFile(row, self.scans[row], self.spatial, self.options, self.planes)
+    def reader(self, row: int) -> Callable[[], Volume | Reject]:
+        return partial(read_scan, row, self.scans[row], self.spatial, self.options, self.planes)
 
 
-@dataclass(frozen=True)
-class ScanFile:
-    """One scan, read as prepare reads it; picklable."""
-
-    row: int
-    scan: Scan
-    spatial: SpatialConfig
-    options: StorageOptions
-    planes: str
-
-    def __call__(self) -> Volume | Reject:
-        record = self.scan.record
-        fields: dict[str, Any] = {"row": self.row, "path": record.path, "listed": True}
-        try:
-            require_file(record.url)
-            source = source_stat(record, self.options)
-            fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
-            header, volume, measured = read_volume(record, self.spatial, self.options, Looks, self.planes)
-        except storage.StorageNotFoundError as error:
-            return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})
-        except storage.StorageError as error:
-            is_away = isinstance(error, storage.StorageAwayError)
-            return Reject(fields | {"status": UNREAD, "message": str(error)}, is_away)
-        except OCTReadError as error:
-            return Reject(fields | {"status": error.reason.value, "message": error.detail})
-        fields |= {"status": KEPT, "sop_instance_uid": header.sop_instance_uid}
-        fields |= self.scan.facts(header) | measured | acquisition(header)
-        names = (*INDEX_COLUMNS, *LOOKS)
-        return Volume(volume.voxels, {name: fields[name] for name in names if name in fields}, header)
+def read_scan(
+    row: int, scan: Scan, spatial: SpatialConfig, options: StorageOptions, planes: str
+) -> Volume | Reject:
+    """One scan, read as prepare reads it."""
+    record = scan.record
+    fields: dict[str, Any] = {"row": row, "path": record.path, "listed": True}
+    try:
+        require_file(record.url)
+        source = source_stat(record, options)
+        fields |= {"source_size": float(source.size), "source_version": source.etag_or_mtime}
+        header, volume, measured = read_volume(record, spatial, options, Looks, planes)
+    except storage.StorageNotFoundError as error:
+        return Reject(fields | {"status": RejectReason.MISSING_FILE.value, "message": error.problem})
+    except storage.StorageError as error:
+        is_away = isinstance(error, storage.StorageAwayError)
+        return Reject(fields | {"status": UNREAD, "message": str(error)}, is_away)
+    except OCTReadError as error:
+        return Reject(fields | {"status": error.reason.value, "message": error.detail})
+    fields |= {"status": KEPT, "sop_instance_uid": header.sop_instance_uid}
+    fields |= scan.facts(header) | measured | acquisition(header)
+    names = (*INDEX_COLUMNS, *LOOKS)
+    return Volume(volume.voxels, {name: fields[name] for name in names if name in fields}, header)
 
 
 Volumes = StoreVolumes | FileVolumes

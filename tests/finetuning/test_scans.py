@@ -35,7 +35,7 @@ from finetuning.dense.layers import by_eye
 from finetuning.dense.surfaces import NOT_GIVEN, SECTORS, layers_of, measured, read_foveas
 from finetuning.dense.whole import classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.scans import Places, Scan, find_scans, version_of
-from finetuning.embedding.volumes import Reject, ScanFile, Volume
+from finetuning.embedding.volumes import Reject, Volume, read_scan
 from finetuning.prediction.agreement import bland_altman, write_agreement
 from finetuning.prediction.files import Files, between, sizes
 from finetuning.prediction.lines import NO_ANSWER, Lines, write_study
@@ -91,7 +91,7 @@ def test_a_folder_means_all_that_prepare_opens(tree: Path, capsys: pytest.Captur
     cfg = load_config(SMOKE, [f"spatial.{word}" for word in spatial])
     sides = []
     for row, scan in enumerate(scans.values()):
-        volume = ScanFile(row, scan, cfg.spatial, OPTIONS, NEAREST)()
+        volume = read_scan(row, scan, cfg.spatial, OPTIONS, NEAREST)
         assert isinstance(volume, Volume), volume
         assert volume.fields["path"] == f"{tree}/{scan.name}"
         assert version_of(scan.record, OPTIONS)
@@ -125,7 +125,7 @@ def test_what_is_no_scan(tree: Path, tmp_path: Path) -> None:
             named(places)
     assert set(named(Places(files=[str(tree)]), str(tree / "P02"))) == {n for n in NAMES if "P02" not in n}
     scan = Scan(unknown_record("/no.nii"), "no.nii")
-    absent = ScanFile(0, scan, load_config(SMOKE).spatial, OPTIONS, NEAREST)()
+    absent = read_scan(0, scan, load_config(SMOKE).spatial, OPTIONS, NEAREST)
     assert isinstance(absent, Reject)
     assert absent.fields["status"] == "missing_file"
 

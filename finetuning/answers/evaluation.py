@@ -23,16 +23,8 @@ from typing import Any
 import numpy as np
 
 from data_setup.store.reader import PreparedStore
+from finetuning.answers import scorecard
 from finetuning.answers.evaluation_files import write_evaluation
-from finetuning.answers.scorecard import (
-    COLUMNS,
-    Answer,
-    compare,
-    people_of_classes,
-    protocol_of,
-    scorecard,
-    subgroups,
-)
 from finetuning.cohort import source as sources
 from finetuning.cohort.cohort import (
     EVALUATED,
@@ -93,18 +85,18 @@ class Asked:
         counts = [np.unique(c.person[c.fold == fold]) for c in self.cohorts]
         return len(np.unique(np.concatenate(counts))) if fold == EVALUATED else min(map(len, counts))
 
-    def answer(self) -> Answer:
+    def answer(self) -> scorecard.Answer:
         """evaluation.json: it depends on checkpoint, protocol, volumes, groups, targets and folds."""
-        columns = ("checksum", *COLUMNS.values())
+        columns = ("checksum", *scorecard.COLUMNS.values())
         table = [cohort_facts(self.store, c, columns) for c in self.cohorts]
-        fingerprint = digest([FORMAT_VERSION, self.checksum, protocol_of(self.cfg), table])
-        return Answer(self.cfg.run.dir, "evaluation", fingerprint)
+        fingerprint = digest([FORMAT_VERSION, self.checksum, scorecard.protocol_of(self.cfg), table])
+        return scorecard.Answer(self.cfg.run.dir, "evaluation", fingerprint)
 
     def look(self, what: str) -> int | None:
         """Count this look in the ledger of the store; None where no test participant is evaluated."""
         if self.cfg.eval.split != "test" and self.cfg.eval.protocol == "official":
             return None
-        return look_at(self.store, self.cohorts, self.checksum, protocol_of(self.cfg), what)
+        return look_at(self.store, self.cohorts, self.checksum, scorecard.protocol_of(self.cfg), what)
 
 
 @dataclass(frozen=True)
@@ -127,10 +119,11 @@ def answer(
     first = rows[0].scored.evaluated()
     look = asked.look(f"{subject['name']}: {', '.join(row.name for row in rows)}")
     table = [
-        {"name": r.name, "label": r.label, **scorecard(r.scored, samples, seed), **r.facts} for r in rows
+        {"name": r.name, "label": r.label, **scorecard.scorecard(r.scored, samples, seed), **r.facts}
+        for r in rows
     ]
     primary, sides = PRIMARY[first.kind], {row.name: [row.scored.evaluated()] for row in rows[:2]}
-    (gain,) = compare({primary: sides}, samples, seed)
+    (gain,) = scorecard.compare({primary: sides}, samples, seed)
     words_of_gain = verdict(gain.value, gain.ci95, *words, TITLES[primary], gain.doubt)
     is_class = first.kind in CLASSES
     counts = [int((first.truth[:, 0] == c).sum()) for c in range(len(first.names))] if is_class else None
@@ -161,9 +154,9 @@ def answer(
             "could_have_shown": gain.could_have_shown,
             "doubt": gain.doubt,
         },
-        "subgroups": subgroups(rows[0].scored, asked.store.index, samples, seed),
+        "subgroups": scorecard.subgroups(rows[0].scored, asked.store.index, samples, seed),
         "verdict": f"{words_of_gain} This cohort could have shown {gain.could_have_shown:.2f}.",
-        "cautions": cautions_of(asked, people_of_classes(first)),
+        "cautions": cautions_of(asked, scorecard.people_of_classes(first)),
         "notes": [
             *notes,
             f"Intervals: participant bootstrap, {strata}all units of a person drawn together; "

@@ -24,14 +24,7 @@ from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
-from utils.config.load import (
-    changed_config,
-    config_of_yaml,
-    flatten,
-    load_config,
-    storage_options_of,
-    to_yaml,
-)
+from utils.config import load
 from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with, leaves
 from utils.config.written import read_file, read_words
 from utils.errors import ConfigError, UserError
@@ -125,11 +118,11 @@ def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
     url = find_checkpoint(str(wanted), options)
     state = load_checkpoint(url, options)
     require_pretraining(state, url)
-    saved = yaml.safe_load(to_yaml(config_of_yaml(state["config"], url)))
+    saved = yaml.safe_load(load.to_yaml(load.config_of_yaml(state["config"], url)))
     base = {name: saved[name] for name in INHERITED} | {"seed": saved["seed"]}
     base["model"]["checkpoint"] = None
     base["method"]["init_from"] = None
-    cfg = load_config(path, [*overrides, f"model.checkpoint={url}"], base)
+    cfg = load.load_config(path, [*overrides, f"model.checkpoint={url}"], base)
     return Source(cfg, url, state)
 
 
@@ -160,7 +153,7 @@ def is_task_file(path: str | Path) -> bool:
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
     """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
     require_pretraining(state, url)
-    seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
+    seen, wanted = dict(load.flatten(load.config_of_yaml(state["config"], url))), dict(load.flatten(cfg))
     for key in keys_with("identity"):
         if seen[key] != wanted[key]:
             expected, value = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
@@ -216,14 +209,14 @@ def require_known_place(place: str, url: str, key: str, overrides: Sequence[str]
 
 def on_own_endpoint(cfg: Config, overrides: Sequence[str]) -> Config:
     """The configuration of another's file with the command line's endpoint of buckets, never that file's."""
-    return replace(cfg, data=replace(cfg.data, storage_options=storage_options_of(overrides)))
+    return replace(cfg, data=replace(cfg.data, storage_options=load.storage_options_of(overrides)))
 
 
 def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...]) -> Config:
     """The configuration of the file at `url` with overrides; ConfigError for a key that may not change."""
-    cfg = changed_config(trained, overrides, url)
-    before = dict(flatten(trained))
-    for key, value in flatten(cfg):
+    cfg = load.changed_config(trained, overrides, url)
+    before = dict(load.flatten(trained))
+    for key, value in load.flatten(cfg):
         if value != before[key] and not key.startswith(may_change):
             raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
     return cfg

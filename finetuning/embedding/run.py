@@ -41,13 +41,7 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 from data_setup.resample import rule_of
 from data_setup.store.format import INDEX_COLUMNS, KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.source import (
-    check_fit,
-    find_checkpoint,
-    on_own_endpoint,
-    overridden,
-    require_pretraining,
-)
+from finetuning.cohort import source
 from finetuning.embedding.scans import Places, find_scans
 from finetuning.embedding.stream import Fault, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import FileVolumes, Reject, StoreVolumes, Volume, Volumes
@@ -228,12 +222,12 @@ def embed(
     """Write the folder `out`; returns the exit code: EXIT_FAILURE where a volume has no features."""
     setup_logging(int(os.environ.get("RANK", "0")))
     options = storage_options_of(overrides)
-    url = find_checkpoint(checkpoint, options)
+    url = source.find_checkpoint(checkpoint, options)
     state = load_checkpoint(url, options)
-    require_pretraining(state, url)
+    source.require_pretraining(state, url)
     words = [*overrides, *([f"data.store={store}"] if store else [])]
-    cfg = overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
-    cfg = on_own_endpoint(cfg, overrides)
+    cfg = source.overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
+    cfg = source.on_own_endpoint(cfg, overrides)
     volumes = _volumes(cfg, state, url, store, places, out)
     in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1
     runtime = open_runtime(cfg.train.use_bf16, END_PATIENCE_S if in_group else None)
@@ -292,7 +286,7 @@ def _volumes(
     options = cfg.data.storage_options
     if store is not None:
         opened = PreparedStore.open(store, options, cfg.data.cache_dir)
-        check_fit(cfg, opened, state, url)
+        source.check_fit(cfg, opened, state, url)
         if not len(opened.kept):
             raise UserError(f"{store}: expected a volume to embed, found none that is kept")
         return StoreVolumes(opened)

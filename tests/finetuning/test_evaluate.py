@@ -18,31 +18,16 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.answers import evaluation as module
-from finetuning.answers import evaluation_files
+from finetuning.answers import evaluation_files, scorecard
 from finetuning.answers.evaluation import Asked, evaluate, evaluate_head, find_checkpoint, printed
 from finetuning.answers.evaluation_files import predictions_table
-from finetuning.answers.scorecard import (
-    Comparison,
-    compare,
-    group_of_volumes,
-    people_of_classes,
-    scorecard,
-    subgroups,
-)
 from finetuning.cohort.cohort import EVALUATED, VAL, Cohort, crossfit_cohorts, read_cohort
 from finetuning.cohort.ledger import count_looks, data_digest
 from finetuning.cohort.metrics import Predictions, Scored
 from finetuning.cohort.source import Source, evaluated_config
 from finetuning.evaluate import main
-from finetuning.features import entries
+from finetuning.features import entries, kept
 from finetuning.features.entries import of_rows, probe
-from finetuning.features.kept import (
-    KeptFeatures,
-    device_features,
-    pretrained_encoder,
-    random_encoder,
-    raw_features,
-)
 from finetuning.heads.confidence import Calibration
 from finetuning.heads.head_file import Standardise, head_state, open_head, predict_rows, write_head
 from models.heads import build_head
@@ -77,7 +62,7 @@ def save_head(world: Path, run: Path, seed: int = 0, **change: Any) -> str:
     store = PreparedStore.open(cfg.data.store)
     torch.manual_seed(seed)
     head = build_head("linear", 48, 2, 8, 0.0)
-    features = embed_rows(random_encoder(cfg, 123), cfg, store, np.arange(16), RUNTIME)
+    features = embed_rows(kept.random_encoder(cfg, 123), cfg, store, np.arange(16), RUNTIME)
     scale = Standardise(features.mean(axis=0), features.std(axis=0))
     source = Source(cfg, url, load_checkpoint(url))
     validation = {"epoch": 3, "score": 0.5}
@@ -261,8 +246,8 @@ def test_a_group_pools_its_own_volumes() -> None:
         clinical_site=np.repeat(["east", None], 24),
         age=np.repeat([45.0, 55.0, np.nan], 16),
     )
-    assert scorecard(scored, 50, 0)["metrics"]["accuracy"]["value"] == 1.0
-    tables = subgroups(scored, index, 50, 0)
+    assert scorecard.scorecard(scored, 50, 0)["metrics"]["accuracy"]["value"] == 1.0
+    tables = scorecard.subgroups(scored, index, 50, 0)
     by_device = {g["group"]: g for g in tables["device"]}
     assert by_device["good"]["metrics"]["accuracy"]["value"] == 1.0
     assert by_device["poor"]["metrics"]["accuracy"]["value"] == 0.0
@@ -279,7 +264,7 @@ def test_a_group_pools_its_own_volumes() -> None:
 def test_bands_of_age() -> None:
     ages = {49.9: "under 50", 50.0: "50-59", 59.9: "50-59", 60.0: "60-69", 79.0: "70-79", 80.0: "80 and over"}
     index = index_of(age=[*ages, np.nan])
-    assert group_of_volumes(index, np.arange(7), "age").tolist() == [*ages.values(), "unknown"]
+    assert scorecard.group_of_volumes(index, np.arange(7), "age").tolist() == [*ages.values(), "unknown"]
 
 
 def test_the_threshold_comes_from_validation() -> None:
@@ -288,7 +273,7 @@ def test_the_threshold_comes_from_validation() -> None:
     fold = np.repeat([VAL, EVALUATED], 40)
     yes = np.where(truth == 1, np.where(fold == VAL, 0.8, 0.4), np.where(fold == VAL, 0.6, 0.2))
     scored = Scored((cohort_of(truth, fold, people(80, 1)),), (np.stack([1 - yes, yes], 1),))
-    chosen = scorecard(scored, 50, 0)["threshold"]
+    chosen = scorecard.scorecard(scored, 50, 0)["threshold"]
     assert chosen["values"] == [pytest.approx(0.7)]
     assert [entry["value"] for entry in chosen["by_class"]["sensitivity"]] == [1.0, 0.0]
     assert chosen["metrics"]["balanced_accuracy"]["value"] == 0.5
@@ -302,8 +287,8 @@ def random_scored(seed: int, shift: float) -> Scored:
     return Scored((cohort,), (np.stack([1 - yes, yes], 1),))
 
 
-def pair(first: Predictions, second: Predictions, samples: int) -> Comparison:
-    (one,) = compare({"linear": {"first": [first], "second": [second]}}, samples, 0)
+def pair(first: Predictions, second: Predictions, samples: int) -> scorecard.Comparison:
+    (one,) = scorecard.compare({"linear": {"first": [first], "second": [second]}}, samples, 0)
     return one
 
 
@@ -354,7 +339,7 @@ def test_probes_of_labels_and_of_eyes(kind: str) -> None:
     probed = probe([cohort], of_rows(cohort.rows, features.astype(np.float32)))
     result = probed.scored.evaluated()
     assert (len(result.unit), len(np.unique(result.person))) == (30, 15)
-    assert scorecard(probed.scored, 50, 0)["metrics"]["macro_auroc"]["value"] == 1.0
+    assert scorecard.scorecard(probed.scored, 50, 0)["metrics"]["macro_auroc"]["value"] == 1.0
     one_class = replace(cohort, target=np.where(cohort.fold[:, None] == 0, 0.0, target))
     with pytest.raises(UserError, match="expected two classes among the training participants, found one"):
         probe([one_class], of_rows(cohort.rows, features.astype(np.float32)))
@@ -385,7 +370,7 @@ def test_a_second_eye_like_the_first_shows_nothing_more() -> None:
     of_one, of_two = (pair(*sides, 2000) for sides in (one_eye, two_eyes))
     assert of_two.value == of_one.value
     assert of_two.could_have_shown == pytest.approx(of_one.could_have_shown, rel=0.1)
-    assert people_of_classes(two_eyes[0]) == people_of_classes(one_eye[0]) == [200, 200]
+    assert scorecard.people_of_classes(two_eyes[0]) == scorecard.people_of_classes(one_eye[0]) == [200, 200]
 
 
 def test_the_encoder_may_be_named_by_its_run(world: Path, tmp_path: Path) -> None:
@@ -458,7 +443,7 @@ def test_the_verdict_follows_what_the_features_say(
     """One of the two sides has features that are all equal."""
 
     def silent(cfg: Config, seed: int) -> nn.Module:
-        encoder = random_encoder(cfg, seed)
+        encoder = kept.random_encoder(cfg, seed)
         silence(encoder)
         return encoder
 
@@ -610,13 +595,13 @@ def test_weights_are_those_of_the_target_and_complete(world: Path, tmp_path: Pat
     cfg = config(world, tmp_path)
     url = save_checkpoint(cfg, lambda model: silence(model.encoder))
     state = load_checkpoint(url)
-    for name, parameter in pretrained_encoder(cfg, state, url).state_dict().items():
+    for name, parameter in kept.pretrained_encoder(cfg, state, url).state_dict().items():
         assert torch.equal(parameter, state["model"][f"target_encoder.{name}"])
         assert not torch.equal(parameter, state["model"][f"encoder.{name}"]) or not parameter.any()
     lost = next(key for key in state["model"] if key.startswith("target_encoder."))
     del state["model"][lost]
     with pytest.raises(CheckpointError, match=lost.removeprefix("target_encoder.")):
-        pretrained_encoder(cfg, state, url)
+        kept.pretrained_encoder(cfg, state, url)
 
 
 def test_random_initialisation_is_that_of_pretraining(world: Path, tmp_path: Path) -> None:
@@ -626,10 +611,10 @@ def test_random_initialisation_is_that_of_pretraining(world: Path, tmp_path: Pat
     torch.manual_seed(99)
     expected = torch.rand(1)
     torch.manual_seed(99)
-    drawn = random_encoder(cfg, cfg.seed).state_dict()
+    drawn = kept.random_encoder(cfg, cfg.seed).state_dict()
     assert torch.equal(torch.rand(1), expected)  # nobody else's random numbers change
     assert all(torch.equal(drawn[name], began[name]) for name in began)
-    other = random_encoder(cfg, cfg.seed + 1).state_dict()
+    other = kept.random_encoder(cfg, cfg.seed + 1).state_dict()
     assert any(not torch.equal(other[name], began[name]) for name in began)
 
 
@@ -640,8 +625,8 @@ def test_features_say_how_many_are_done_and_when_the_last_is_expected(
     cfg = config(world, tmp_path / "run")
     store = PreparedStore.open(cfg.data.store)
     monkeypatch.setattr(terminal, "PLAIN_FIRST_S", 0.0)
-    KeptFeatures(random_encoder(cfg, 0), cfg, store, RUNTIME).pooled(np.arange(5))
-    raw_features(cfg, store, np.arange(3), RUNTIME)
+    kept.KeptFeatures(kept.random_encoder(cfg, 0), cfg, store, RUNTIME).pooled(np.arange(5))
+    kept.raw_features(cfg, store, np.arange(3), RUNTIME)
     lines = [re.sub(r", .* left$", "", line) for line in capfd.readouterr().err.splitlines()]
     assert [line for line in lines if line.startswith("features:")] == [
         f"features: {done} of 3 batches" for done in (1, 2, 3)
@@ -652,7 +637,7 @@ def test_features_say_how_many_are_done_and_when_the_last_is_expected(
 def test_embedding_keeps_the_order_of_rows_and_ignores_padding(world: Path, tmp_path: Path) -> None:
     cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)
-    encoder, rows = random_encoder(cfg, 0), np.array([5, 0, 40, 7, 2])
+    encoder, rows = kept.random_encoder(cfg, 0), np.array([5, 0, 40, 7, 2])
     together = embed_rows(encoder, cfg, store, rows, RUNTIME)
     one_by_one = np.concatenate([embed_rows(encoder, cfg, store, rows[i : i + 1], RUNTIME) for i in range(5)])
     np.testing.assert_allclose(together, one_by_one, atol=1e-4)
@@ -673,7 +658,7 @@ def test_embedding_keeps_the_order_of_rows_and_ignores_padding(world: Path, tmp_
 def test_raw_features_by_hand(world: Path, tmp_path: Path) -> None:
     cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)
-    voxels, profile = raw_features(cfg, store, np.array([3, 8]), RUNTIME)
+    voxels, profile = kept.raw_features(cfg, store, np.array([3, 8]), RUNTIME)
     inside = store.read(8)[:, :20].astype(np.float64)
     expected = (inside.mean(axis=(0, 2)) - inside.mean()) / inside.std()
     np.testing.assert_allclose(profile[1, :20], expected, atol=1e-4)
@@ -685,5 +670,5 @@ def test_raw_features_by_hand(world: Path, tmp_path: Path) -> None:
 def test_device_one_hot_knows_only_the_training_devices(world: Path, tmp_path: Path) -> None:
     store = PreparedStore.open(config(world, tmp_path).data.store)
     rows = np.array([0, 4, 5])  # participants 0 (Cirrus) and 2 (Triton)
-    np.testing.assert_array_equal(device_features(store, rows, rows), [[0, 1], [1, 0], [1, 0]])
-    np.testing.assert_array_equal(device_features(store, rows, rows[:1]), [[1], [0], [0]])
+    np.testing.assert_array_equal(kept.device_features(store, rows, rows), [[0, 1], [1, 0], [1, 0]])
+    np.testing.assert_array_equal(kept.device_features(store, rows, rows[:1]), [[1], [0], [0]])

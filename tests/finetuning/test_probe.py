@@ -19,13 +19,7 @@ from torch import nn
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.source import UNREAD, evaluated_config, on_own_endpoint
-from finetuning.features.kept import (
-    KeptFeatures,
-    features_folder,
-    pretrained_encoder,
-    random_encoder,
-    weights_digest,
-)
+from finetuning.features import kept
 from finetuning.heads import frozen
 from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
@@ -65,20 +59,22 @@ def test_the_command_trains_and_says_what_is_next(
 ) -> None:
     """Run again with other rates: nothing is computed, and no evaluated row is asked for."""
     asked: list[np.ndarray] = []
-    compute = KeptFeatures.pooled
+    compute = kept.KeptFeatures.pooled
 
-    def spy(self: KeptFeatures, rows: np.ndarray) -> np.ndarray:
+    def spy(self: kept.KeptFeatures, rows: np.ndarray) -> np.ndarray:
         asked.append(rows)
         return compute(self, rows)
 
     def forbidden(*_: object) -> Iterator[None]:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(KeptFeatures, "pooled", spy)
-    monkeypatch.setattr(KeptFeatures, "compute", forbidden)
+    monkeypatch.setattr(kept.KeptFeatures, "pooled", spy)
+    monkeypatch.setattr(kept.KeptFeatures, "compute", forbidden)
     with pytest.raises(AssertionError, match="computed again"):
         main(["--config", TASK, f"model.checkpoint={checkpoint}", f"run.dir={probe}/far/off", *QUICK])
-    monkeypatch.setattr(KeptFeatures, "compute", lambda self, rows: forbidden() if len(rows) else iter(()))
+    monkeypatch.setattr(
+        kept.KeptFeatures, "compute", lambda self, rows: forbidden() if len(rows) else iter(())
+    )
     run = probe.parent / "again"
     assert main(["--config", TASK, f"model.checkpoint={checkpoint}", f"run.dir={run}", *QUICK]) == 0
     out = capsys.readouterr().out
@@ -304,7 +300,7 @@ def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> Non
     rows = np.array([60, 8, 61])
     scores = predict_rows(head, store, rows, RUNTIME)
     tokens, valid = next(
-        (t, v) for _, t, v in KeptFeatures(head.encoder, head.cfg, store, RUNTIME).compute(rows)
+        (t, v) for _, t, v in kept.KeptFeatures(head.encoder, head.cfg, store, RUNTIME).compute(rows)
     )
     np.testing.assert_allclose(scores, head.module(tokens, valid).softmax(1), atol=1e-3)
 
@@ -343,7 +339,7 @@ def test_a_strangers_head_is_one_line(probe: Path, tmp_path: Path, change: dict[
 def test_a_fine_tuned_encoder_is_that_of_the_head(probe: Path, world: Path, tmp_path: Path) -> None:
     """The file has encoder weights: they are used, and the checkpoint that it came from is not needed."""
     head = open_head(str(probe))
-    encoder = random_encoder(head.cfg, 5)
+    encoder = kept.random_encoder(head.cfg, 5)
     state = {k: v for k, v in head.state.items() if k not in ("checksum", "format_version")}
     state |= {"encoder_weights": encoder.state_dict(), "encoder": {"url": "gone.pt", "checksum": "0"}}
     writer = CheckpointWriter(str(tmp_path), keep_last=None)
@@ -355,9 +351,9 @@ def test_a_fine_tuned_encoder_is_that_of_the_head(probe: Path, world: Path, tmp_
     rows = np.arange(3)
     features = torch.from_numpy(embed_rows(encoder, head.cfg, store, rows, RUNTIME))
     expected = tuned.module(features).softmax(1)
-    before = set(Path(features_folder(head.cfg)).rglob("*"))
+    before = set(Path(kept.features_folder(head.cfg)).rglob("*"))
     np.testing.assert_allclose(predict_rows(tuned, store, rows, RUNTIME), expected, atol=1e-4)
-    assert set(Path(features_folder(head.cfg)).rglob("*")) == before
+    assert set(Path(kept.features_folder(head.cfg)).rglob("*")) == before
 
 
 def test_a_head_refuses_what_it_was_not_trained_on(probe: Path, world: Path, tmp_path: Path) -> None:
@@ -405,8 +401,8 @@ def test_the_encoder_is_bit_identical_after_probing(
     seen: list[tuple[nn.Module, str]] = []
 
     def remember(*args: Any) -> nn.Module:
-        encoder = pretrained_encoder(*args)
-        seen.append((encoder, weights_digest(encoder)))
+        encoder = kept.pretrained_encoder(*args)
+        seen.append((encoder, kept.weights_digest(encoder)))
         return encoder
 
     monkeypatch.setattr(frozen, "pretrained_encoder", remember)
@@ -414,7 +410,7 @@ def test_the_encoder_is_bit_identical_after_probing(
     words = [*QUICK, "head.kind=attentive", "train.epochs=1", f"run.dir={tmp_path / 'runs' / 'a'}"]
     assert main(["--config", TASK, "--checkpoint", checkpoint, *words]) == 0
     ((encoder, digest),) = seen
-    assert weights_digest(encoder) == digest
+    assert kept.weights_digest(encoder) == digest
     assert not any(p.requires_grad for p in encoder.parameters())
     assert load_checkpoint(checkpoint)["checksum"] == before
 
@@ -428,13 +424,13 @@ def test_weights_that_do_not_fit_are_named(world: Path, checkpoint: str) -> None
         match=r"x.pt: weights of model.size ti: expected the \d+ tensors of the model; the file lacks 12: "
         r"blocks.1.norm1.weight, blocks.1.norm1.bias, blocks.1.attn.qkv.weight, ...$",
     ):
-        pretrained_encoder(cfg, {**state, "model": partial}, "x.pt")
+        kept.pretrained_encoder(cfg, {**state, "model": partial}, "x.pt")
     foreign = {**state["model"], "target_encoder.cls_token": torch.zeros(1)}
     foreign["target_encoder.norm.weight"] = torch.zeros(7)
     with pytest.raises(
         CheckpointError,
         match=r"has in excess 1: cls_token; has in another shape 1: norm.weight \(\[7\] for \[48\]\)$",
     ):
-        pretrained_encoder(cfg, {**state, "model": foreign}, "x.pt")
+        kept.pretrained_encoder(cfg, {**state, "model": foreign}, "x.pt")
     with pytest.raises(CheckpointError, match="found no model"):
-        pretrained_encoder(cfg, {"config": "", "normalisation": "", "participants": []}, "x.pt")
+        kept.pretrained_encoder(cfg, {"config": "", "normalisation": "", "participants": []}, "x.pt")

@@ -31,22 +31,12 @@ from data_setup.readers.heights import DEPTH_OF_LABEL
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN
 from finetuning.cohort.source import Source
+from finetuning.dense import surfaces
 from finetuning.dense.decoder import surface_loss
 from finetuning.dense.folds import DenseVolumes, in_folds, with_labels
 from finetuning.dense.head import DEVICE, DRAWN, MEAN, PRETRAINED, DenseHead, label
 from finetuning.dense.kind import Content, Examined, Kind, Line, Predictions
 from finetuning.dense.planes import Planes
-from finetuning.dense.surfaces import (
-    RETINA,
-    SECTORS,
-    boundary_error_um,
-    etdrs_tables,
-    hausdorff95_um,
-    known_means,
-    layer_overlap,
-    layers_of,
-    locate,
-)
 from finetuning.features.kept import KeptFeatures, pooled_of_tokens
 from finetuning.heads.confidence import fit_familiarity
 from utils import storage
@@ -108,7 +98,7 @@ class LayerVolumes(DenseVolumes):
 
     def layers(self, row: int) -> dict[str, tuple[int, int]]:
         """As `layers_of`, of the surfaces that are marked in the row."""
-        return layers_of(self.names, self.marked(row))
+        return surfaces.layers_of(self.names, self.marked(row))
 
 
 def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
@@ -201,10 +191,10 @@ def validation_error(volumes: LayerVolumes, predicted: Predictions) -> dict[str,
     the layers between them.
     """
     errors, overlaps = [], []
-    for row, surfaces in predicted:
+    for row, heights_SDW in predicted:
         truth, marked = volumes.read(row), volumes.marked(row)
-        errors.append(known_mean(boundary_error_um(surfaces, truth, volumes.spacing_mm(row)[1])))
-        overlaps.append(known_mean(layer_overlap(surfaces[marked], truth[marked])[0]))
+        errors.append(known_mean(surfaces.boundary_error_um(heights_SDW, truth, volumes.spacing_mm(row)[1])))
+        overlaps.append(known_mean(surfaces.layer_overlap(heights_SDW[marked], truth[marked])[0]))
     return {"error_um": known_mean(errors), "dice": known_mean(overlaps)}
 
 
@@ -234,7 +224,7 @@ def state(encoder: nn.Module, source: Source, volumes: LayerVolumes, runtime: Ru
 def mean_heights(volumes: LayerVolumes) -> dict[str, list[float | None]]:
     """Protocol -> mean height of each surface over the training volumes: what knows no image. OF_ALL: any."""
     rows = [int(row) for row in volumes.of(TRAIN)]
-    means = pd.DataFrame([known_means(volumes.read(row)) for row in rows])
+    means = pd.DataFrame([surfaces.known_means(volumes.read(row)) for row in rows])
     protocols = volumes.store.index.protocol[rows].astype(str).to_numpy()
     tables = dict(iter(means.groupby(protocols).mean().iterrows())) | {OF_ALL: means.mean()}
     return {
@@ -265,28 +255,28 @@ def measure(volumes: LayerVolumes, row: int, predicted: np.ndarray, arm: str) ->
     if arm == volumes.truth:
         return lines
     truth, spacing = volumes.read(row), volumes.spacing_mm(row)
-    error = boundary_error_um(predicted, truth, spacing[1])
+    error = surfaces.boundary_error_um(predicted, truth, spacing[1])
     lines += [
         {"what": SURFACE, "name": volumes.names[place], "error_um": float(error[place])}
-        | {"hd95_um": hausdorff95_um(predicted[place], truth[place], spacing)}
+        | {"hd95_um": surfaces.hausdorff95_um(predicted[place], truth[place], spacing)}
         for place in volumes.marked(row)
     ]
     for name, pair in volumes.layers(row).items():
-        if name != RETINA:
-            dice, iou = layer_overlap(predicted[list(pair)], truth[list(pair)])
+        if name != surfaces.RETINA:
+            dice, iou = surfaces.layer_overlap(predicted[list(pair)], truth[list(pair)])
             lines.append({"what": LAYER, "name": name, "dice": float(dice[0]), "iou": float(iou[0])})
     return lines
 
 
-def _sectors(volumes: LayerVolumes, row: int, surfaces: np.ndarray) -> list[Line]:
+def _sectors(volumes: LayerVolumes, row: int, heights_SDW: np.ndarray) -> list[Line]:
     """ETDRS lines of a volume, one a layer and one for the whole retina; else one that says why not."""
     record, (d_mm, h_mm, w_mm) = volumes.store.index.loc[row], volumes.spacing_mm(row)
     pairs = volumes.layers(row).items()
-    um = {name: (surfaces[low] - surfaces[up]) * h_mm * 1000 for name, (up, low) in pairs}
+    um = {name: (heights_SDW[low] - heights_SDW[up]) * h_mm * 1000 for name, (up, low) in pairs}
     facts = {"what": SECTOR, "laterality": record.laterality, "orientation": record.orientation_source}
     try:
-        fovea, _ = locate(um, record, (d_mm, w_mm))
-        tables = etdrs_tables(um, record, (d_mm, w_mm), fovea)
+        fovea, _ = surfaces.locate(um, record, (d_mm, w_mm))
+        tables = surfaces.etdrs_tables(um, record, (d_mm, w_mm), fovea)
     except ValueError as error:  # another region, or nothing is marked in the middle
         return [facts | {"layer": NO_LAYER, "message": str(error)}]
     return [
@@ -302,10 +292,12 @@ def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
     keys = ["person_id", "laterality", "layer", "source"]
     sectors = lines[lines.what == SECTOR].rename(columns={"arm": "source"})
     if sectors.empty:
-        return pd.DataFrame(columns=[*keys, "volumes", "orientation", "scanned_share", *SECTORS, "message"])
-    sectors = sectors.reindex(columns=[*keys, "orientation", "scanned_share", *SECTORS, "message"])
+        return pd.DataFrame(
+            columns=[*keys, "volumes", "orientation", "scanned_share", *surfaces.SECTORS, "message"]
+        )
+    sectors = sectors.reindex(columns=[*keys, "orientation", "scanned_share", *surfaces.SECTORS, "message"])
     groups = sectors.groupby(keys, sort=True)
-    means = groups[[*SECTORS]].mean()
+    means = groups[[*surfaces.SECTORS]].mean()
     means.insert(0, "scanned_share", groups["scanned_share"].min())
     means.insert(0, "orientation", groups["orientation"].agg(lambda values: "+".join(sorted(set(values)))))
     means.insert(0, "volumes", groups.size())
@@ -314,29 +306,26 @@ def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def more(examined: Examined[LayerVolumes]) -> Content:
-    """Who drew the heights, and how near the sectors of each arm are to theirs."""
-    truth = examined.volumes.truth
-    return {"truth": truth, "etdrs": _agreement(by_eye(examined.lines), examined.arms, truth)}
-
-
-def _agreement(sectors: pd.DataFrame, arms: Sequence[str], truth: str) -> dict[str, dict[str, Any]]:
-    """arm -> mean absolute difference from the sectors of `truth` in um, over eyes and sectors, by layer."""
-    keys = ["person_id", "laterality", "layer"]
+    """Who drew the heights, and arm -> mean absolute difference from their sectors in um, over eyes and
+    sectors, by layer.
+    """
+    truth, keys = examined.volumes.truth, ["person_id", "laterality", "layer"]
+    sectors = by_eye(examined.lines)
     sectors = sectors[sectors.layer != NO_LAYER]
-    theirs = sectors[sectors.source == truth].set_index(keys)[[*SECTORS]]
+    theirs = sectors[sectors.source == truth].set_index(keys)[[*surfaces.SECTORS]]
     result: dict[str, dict[str, Any]] = {}
-    for arm in arms:
-        own = sectors[sectors.source == arm].set_index(keys)[[*SECTORS]]
+    for arm in examined.arms:
+        own = sectors[sectors.source == arm].set_index(keys)[[*surfaces.SECTORS]]
         difference = (own - theirs).abs()
         by_layer = difference.groupby("layer").mean().mean(axis=1)
         result[arm] = {str(k): None if np.isnan(v) else float(v) for k, v in by_layer.items()}
-    return result
+    return {"truth": truth, "etdrs": result}
 
 
 def write(examined: Examined[LayerVolumes], content: Content) -> None:
     """surfaces.parquet, etdrs.csv, and a volume of each device with its surfaces, for the report to draw."""
     volumes, lines = examined.volumes, examined.lines
-    of_sectors = ["laterality", "layer", "orientation", "scanned_share", "message", *SECTORS]
+    of_sectors = ["laterality", "layer", "orientation", "scanned_share", "message", *surfaces.SECTORS]
     examined.write_lines(
         "surfaces.parquet", lines[lines.what != SECTOR].drop(columns=of_sectors, errors="ignore")
     )

@@ -125,7 +125,7 @@ def test_every_new_question_is_a_look(world: Path, tmp_path: Path) -> None:
     assert f"look {second['look']} of this split" in second["title"]
     on_val = evaluate_head(str(tmp_path / "b"), ["eval.split=val", f"run.dir={tmp_path / 'c'}"])
     assert on_val["look"] is None
-    assert "The head was chosen on the evaluated_head participants (eval.split=val)" in on_val["cautions"][0]
+    assert "The head was chosen on the evaluated participants (eval.split=val)" in on_val["cautions"][0]
 
 
 def test_people_that_were_seen_are_refused(world: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_head_on_a_frozen_encoder_is_trained_in_each_fold(world: Path, tmp_pat
     head = table[table["row"] == "head"]
     assert (len(head), sorted(set(head["fold"]))) == (count, [0, 1, 2, 3, 4])
     assert content["rows"][0]["metrics"]["balanced_accuracy"]["value"] > 0.8  # the file's head is random
-    assert f"pre-training the images of 0 of the {count} evaluated_head" in " ".join(content["notes"])
+    assert f"pre-training the images of 0 of the {count} evaluated" in " ".join(content["notes"])
     everybody = evaluate_head(str(tmp_path), ["eval.protocol=crossfit", "eval.allow_overlap=true"])
     assert (everybody["n_participants"], everybody["overlap"]) == (sum(PEOPLE.values()), PEOPLE["train"])
     assert "5 folds over all labelled participants (crossfit)" in everybody["title"]

@@ -268,7 +268,7 @@ def test_bands_of_age() -> None:
 
 
 def test_the_threshold_comes_from_validation() -> None:
-    """On validation positives begin at .7, among the evaluated_head at .3."""
+    """On validation positives begin at .7, among the evaluated at .3."""
     truth = np.tile([0, 1], 40)
     fold = np.repeat([VAL, EVALUATED], 40)
     yes = np.where(truth == 1, np.where(fold == VAL, 0.8, 0.4), np.where(fold == VAL, 0.6, 0.2))

@@ -30,16 +30,7 @@ from finetuning.embedding.volumes import Volume
 from finetuning.heads.confidence import Calibration, Familiarity, stored_calibration, stored_familiarity
 from finetuning.heads.head_file import Head
 from finetuning.heads.objective import to_scores
-from finetuning.prediction.evidence import (
-    ATTENTION,
-    CHEAP,
-    OCCLUSION,
-    Evidence,
-    evidence_of,
-    explained_output,
-    occlusion_map,
-    outputs_of,
-)
+from finetuning.prediction import evidence as maps
 from finetuning.prediction.lines import NO_ANSWER, cautions_of, is_far
 from finetuning.prediction.picture import NOTICE, WRAP, Page, draw
 from models.probes.features import pool_tokens
@@ -74,7 +65,7 @@ class LabelPredictor:
         self.head, self.cfg, self.runtime = head, cfg, runtime
         self.calibration: Calibration = stored_calibration(head.state)
         self.familiarity: Familiarity | None = stored_familiarity(head.state)
-        self.method = OCCLUSION if occlusion else CHEAP[head.state["head_kind"]]
+        self.method = maps.OCCLUSION if occlusion else maps.CHEAP[head.state["head_kind"]]
         self.notes: tuple[str, ...] = (f"map: {self.method}",)  # what a person reads first
         self.about = {  # what every line says of the head
             "task": head.kind,
@@ -93,7 +84,7 @@ class LabelPredictor:
         head = self.head
         tokens_BNE, valid_BN = tokens_of(head.encoder, self.cfg, volume, self.runtime)
         pooled = pool_tokens(tokens_BNE, valid_BN)
-        outputs = outputs_of(head, tokens_BNE, valid_BN).cpu().double()
+        outputs = maps.outputs_of(head, tokens_BNE, valid_BN).cpu().double()
         names = head.names if head.kind != "regression" else (head.state["task"]["label_column"],)
         calibrated = self.calibration.scores(head.kind, outputs)
         percentile = distance_percentile(self.familiarity, pooled)
@@ -111,15 +102,17 @@ class LabelPredictor:
 
     def _evidence(
         self, volume: Volume, tokens_BNE: torch.Tensor, valid_BN: torch.Tensor, outputs_C: torch.Tensor
-    ) -> Evidence:
-        if self.method != OCCLUSION:
-            return evidence_of(self.head, tokens_BNE, valid_BN, outputs_C)
-        weights_C, name = explained_output(self.head, outputs_C)
+    ) -> maps.Evidence:
+        if self.method != maps.OCCLUSION:
+            return maps.evidence_of(self.head, tokens_BNE, valid_BN, outputs_C)
+        weights_C, name = maps.explained_output(self.head, outputs_C)
         view = plain_view(self.runtime.to_device(batch_of(volume)))
         parts = view, valid_BN, weights_C, self.cfg, self.runtime
-        return Evidence(occlusion_map(self.head.encoder, self.head, *parts), OCCLUSION, name)
+        return maps.Evidence(maps.occlusion_map(self.head.encoder, self.head, *parts), maps.OCCLUSION, name)
 
-    def _page(self, volume: Volume, line: dict[str, Any], evidence: Evidence, valid_BN: torch.Tensor) -> Page:
+    def _page(
+        self, volume: Volume, line: dict[str, Any], evidence: maps.Evidence, valid_BN: torch.Tensor
+    ) -> Page:
         head, fields = self.head, volume.fields
         is_value = head.kind == "regression"
         shown = line["probabilities"] or line["scores"]
@@ -130,8 +123,8 @@ class LabelPredictor:
         else:
             lines.append(sureness(self.calibration))
         lines.append(distance_text(line["feature_distance_percentile"]))
-        word = "looks at" if evidence.method == ATTENTION else "speak for or against"
-        which = f"which it {word}" if evidence.method == ATTENTION else f"which {word} it"
+        word = "looks at" if evidence.method == maps.ATTENTION else "speak for or against"
+        which = f"which it {word}" if evidence.method == maps.ATTENTION else f"which {word} it"
         footer = (
             f"The map: {evidence.method} of the head's output for {evidence.of!r}, block by block: "
             f"{which}, compared with the scan's median block."

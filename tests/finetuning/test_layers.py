@@ -34,15 +34,8 @@ from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, read_cohort
 from finetuning.cohort.source import open_source
+from finetuning.dense import decoder as decoders
 from finetuning.dense import kinds, training
-from finetuning.dense.decoder import (
-    UnetrDecoder,
-    at_median,
-    build_decoder,
-    heights_of,
-    layer_loss,
-    surface_loss,
-)
 from finetuning.dense.evaluation import ALL, NOT_ASKED, OnScan, answer, evaluate, markdown
 from finetuning.dense.head import ALONE, MEAN, PRETRAINED, RANDOM, encoder_of
 from finetuning.dense.kind import Examined, Kind
@@ -616,7 +609,7 @@ def planes(seed: int = 0, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_a_linear_decoder_reads_a_token_for_its_own_patch() -> None:
-    decoder = build_decoder("linear", 6, 3, PATCH, 8, voxels=False)
+    decoder = decoders.build_decoder("linear", 6, 3, PATCH, 8, voxels=False)
     tokens, voxels = planes()
     before = decoder(tokens, voxels)
     assert before.shape == (2, 3, 2, 12, 32)
@@ -630,17 +623,17 @@ def test_a_linear_decoder_reads_a_token_for_its_own_patch() -> None:
 
 @pytest.mark.parametrize("voxels", [True, False])
 def test_an_upsampling_decoder_reads_voxels_where_asked(voxels: bool) -> None:
-    decoder = build_decoder("upsampling", 6, 3, PATCH, 8, voxels=voxels)
+    decoder = decoders.build_decoder("upsampling", 6, 3, PATCH, 8, voxels=voxels)
     tokens, seen = planes()
     logits = decoder(tokens, seen)
     assert logits.shape == (2, 3, 2, 12, 32)
     assert torch.equal(decoder(tokens, seen + 1), logits) is not voxels
     assert not torch.equal(decoder(tokens + torch.arange(6.0), seen), logits)
-    surface_loss(logits, torch.full((2, 3, 2, 32), 4.0)).backward()
+    decoders.surface_loss(logits, torch.full((2, 3, 2, 32), 4.0)).backward()
     assert all(p.grad is not None for p in decoder.parameters())
 
 
-def unetr(width: int = 6) -> tuple[UnetrDecoder, torch.Tensor, torch.Tensor]:
+def unetr(width: int = 6) -> tuple[decoders.UnetrDecoder, torch.Tensor, torch.Tensor]:
     """A decoder of three surfaces with tokens [2, 8, 4, width] and voxels [2, d, 64, 64]; column stride 2."""
     words = ["task.kind=layers", "head.kind=unetr", "head.voxels=true", "head.hidden=4"]
     geometry = ["spatial.patch_size=[2,8,16]", "spatial.image_size=[4,64,64]"]
@@ -648,7 +641,7 @@ def unetr(width: int = 6) -> tuple[UnetrDecoder, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(2, 8, 4, width, generator=generator)
     torch.manual_seed(0)
-    return UnetrDecoder(cfg, width, 3), tokens, torch.randn(2, 2, 64, 64, generator=generator)
+    return decoders.UnetrDecoder(cfg, width, 3), tokens, torch.randn(2, 2, 64, 64, generator=generator)
 
 
 @pytest.mark.parametrize("width", [6, 0])
@@ -658,7 +651,7 @@ def test_a_unetr_decoder_reads_tokens_and_the_whole_height(width: int) -> None:
     torch.manual_seed(1)  # which B-scans' tokens are read in training
     logits = decoder(tokens, voxels)
     assert logits.shape == (2, 6, 2, 64, 32)
-    surface_loss(logits, torch.linspace(5, 50, 3).reshape(3, 1, 1).expand(2, 3, 2, 64)).backward()
+    decoders.surface_loss(logits, torch.linspace(5, 50, 3).reshape(3, 1, 1).expand(2, 3, 2, 64)).backward()
     assert all(p.grad is not None for p in decoder.parameters())
     assert decoder.eval()(tokens, voxels).shape == (2, 3, 2, 64, 64)
     decoder.is_relative = False  # or all voxels of a B-scan change
@@ -679,9 +672,9 @@ def test_layers_between_surfaces_are_classes_too() -> None:
     place = torch.zeros(1, 2, 1, 8, 2)
     place[0, 1, 0, 3:4] = 1  # voxel 3 alone lies between them
     certain = 60 * (2 * torch.stack([1 - place[:, 1], place[:, 1]], dim=1) - 1)
-    assert layer_loss(certain, truth).item() == pytest.approx(0, abs=1e-4)
+    assert decoders.layer_loss(certain, truth).item() == pytest.approx(0, abs=1e-4)
     logits = torch.zeros_like(certain, requires_grad=True)
-    layer_loss(logits, truth).backward()
+    decoders.layer_loss(logits, truth).backward()
     assert logits.grad is not None
     assert bool((logits.grad[..., 0] != 0).all())
     assert bool((logits.grad[..., 1] == 0).all())
@@ -732,14 +725,14 @@ def test_heights_are_ordered_and_where_the_probability_is() -> None:
     logits = torch.full((1, 3, 1, 12, 2), -30.0)
     for surface, h in enumerate((2, 7, 5)):
         logits[0, surface, 0, h] = 30.0
-    assert heights_of(logits)[0, :, 0, 0].tolist() == pytest.approx([2, 7, 7])
+    assert decoders.heights_of(logits)[0, :, 0, 0].tolist() == pytest.approx([2, 7, 7])
     half = torch.full((1, 1, 1, 12, 1), -30.0)
     half[0, 0, 0, 3:5] = 30.0
-    assert heights_of(half).item() == pytest.approx(3.5)
+    assert decoders.heights_of(half).item() == pytest.approx(3.5)
     two = torch.tensor([0.0, 0.3, 0, 0, 0, 0, 0.7, 0]).log().reshape(1, 1, 1, 8, 1)
-    assert heights_of(two).item() == pytest.approx(4.5)
-    assert heights_of(at_median(two)).item() == pytest.approx(6 + 0.2 / 0.7 - 0.5, abs=1e-3)
-    random = heights_of(torch.randn(2, 5, 2, 12, 8))
+    assert decoders.heights_of(two).item() == pytest.approx(4.5)
+    assert decoders.heights_of(decoders.at_median(two)).item() == pytest.approx(6 + 0.2 / 0.7 - 0.5, abs=1e-3)
+    random = decoders.heights_of(torch.randn(2, 5, 2, 12, 8))
     assert bool((random.diff(dim=1) >= 0).all())
 
 
@@ -750,12 +743,12 @@ def test_the_loss_is_least_at_the_truth_and_leaves_gaps_out() -> None:
     optimizer = torch.optim.Adam([logits], lr=0.3)
     for _ in range(150):
         optimizer.zero_grad()
-        surface_loss(logits, truth).backward()
+        decoders.surface_loss(logits, truth).backward()
         optimizer.step()
     assert logits.grad is not None
     assert bool((logits.grad[..., 2:] == 0).all())
-    assert heights_of(logits)[0, 0, 0, :2].tolist() == pytest.approx([3.25, 8.5], abs=0.1)
-    assert surface_loss(logits, torch.full((1, 1, 1, 4), float("nan"))).item() == 0
+    assert decoders.heights_of(logits)[0, 0, 0, :2].tolist() == pytest.approx([3.25, 8.5], abs=0.1)
+    assert decoders.surface_loss(logits, torch.full((1, 1, 1, 4), float("nan"))).item() == 0
 
 
 def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_path: Path) -> None:

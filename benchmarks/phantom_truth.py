@@ -46,13 +46,13 @@ from benchmarks.truth_tokens import (
 from data_setup.loader import start_early
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Answer
-from finetuning.answers.checkpoint_evaluation import find_checkpoint
+from finetuning.answers.evaluation import find_checkpoint
+from finetuning.answers.scorecard import Answer
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import digest, look_at
 from finetuning.cohort.source import check_fit
 from finetuning.cohort.source import find_checkpoint as find_in_run
-from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.kept import pretrained_encoder, random_encoder
 from finetuning.features.slices import SliceEncoder, image_encoder_of
 from finetuning.features.yardsticks import FoldFeatures, yardsticks
 from models.probes import intervals

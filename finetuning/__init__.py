@@ -11,7 +11,7 @@ order of use:
     embed      features of a collection
 
 Who is learnt from and judged on: cohort/. What is read of them: features/. What is trained: heads/, dense/.
-What it is worth: answers/, board/. OMP_WAIT_POLICY: see pretraining/__init__.py.
+What it is worth: answers/. OMP_WAIT_POLICY: see pretraining/__init__.py.
 """
 
 import os

@@ -62,7 +62,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the leaderboard of a command line and print it."""
     args = parse(argv)
     require_there("--checkpoints", *args.checkpoints)
     require_there("--control", args.control)
@@ -70,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     announce(f"finetuning.compare: {args.config}; the libraries load, which takes seconds")
     setup_logging()
     # here: torch and scikit-learn take seconds to import, and a wrong command line is refused without them
-    from finetuning.board.leaderboard import Words, leaderboard
-    from finetuning.board.page import write_pages
+    from finetuning.answers.leaderboard import Words, leaderboard
+    from finetuning.answers.page import write_pages
     from finetuning.features.slices import image_encoder_of
 
     words = Words(

@@ -27,7 +27,6 @@ from utils.help_pages import PeopleParser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The words of the command line."""
     parser = PeopleParser("finetuning.embed", __doc__ or "")
     parser.add_argument("--checkpoint", required=True, metavar="RUN_OR_FILE")
     source = parser.add_mutually_exclusive_group(required=True)

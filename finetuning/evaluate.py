@@ -16,14 +16,14 @@ difference pre-trained - random initialisation, its participant-bootstrap interv
 allows. All follow the protocol of
 models.probes.participants: fitted on the training fold, C chosen on the validation fold, scored on the
 evaluated one. eval.protocol=official: the splits of the table; crossfit: folds over all labelled participants
-that pre-training did not see. A head: finetuning/answers/head_evaluation.py.
+that pre-training did not see. A head: finetuning/answers/evaluation.py.
 
 Of layers, voxels or slabs, a task's file or a head with eval.protocol=crossfit: a head in each of eval.folds
 parts of the people (null: leave one person out), beside it a U-Net that has as much processor time, and with
 --image-encoder its decoder on an image model, in one table (finetuning/dense/crossfit.py).
 
 --same-eye, with --config or with --head: do several devices agree about one eye
-(finetuning/same_eye/run.py).
+(finetuning/answers/same_eye.py).
 
 Participants that pre-training saw are an error, unless eval.allow_overlap=true; the table then says so.
 
@@ -62,16 +62,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _page_of_head(asked: argparse.Namespace) -> str | None:
     """The tables of a head of any kind; None where a signal stopped its folds."""
+    from finetuning.answers.evaluation import evaluate_head
     from finetuning.answers.evaluation_files import markdown
-    from finetuning.answers.head_evaluation import evaluate_head
+    from finetuning.answers.same_eye import markdown as same_eye_page
+    from finetuning.answers.same_eye import same_eye_of_head
     from finetuning.cohort.source import encoder_place, evaluated_config
     from finetuning.dense.crossfit import crossfit, source_of_head
     from finetuning.dense.evaluation import evaluate
     from finetuning.dense.head import head_kind
     from finetuning.dense.kinds import KINDS
     from finetuning.features.slices import image_encoder_of
-    from finetuning.same_eye.run import markdown as same_eye_page
-    from finetuning.same_eye.run import same_eye_of_head
 
     wanted, overrides = asked.head, asked.overrides
     options = storage_options_of(overrides)
@@ -88,13 +88,12 @@ def _page_of_head(asked: argparse.Namespace) -> str | None:
 
 def _page_of_checkpoint(asked: argparse.Namespace) -> str | None:
     """The same of a configuration, which may be a task's file: then it has the checkpoint's model."""
-    from finetuning.answers.checkpoint_evaluation import evaluate, find_checkpoint, printed
-    from finetuning.cohort.source import is_task_file, open_source
-    from finetuning.cohort.unread import refuse_unread
+    from finetuning.answers.evaluation import evaluate, find_checkpoint, printed
+    from finetuning.answers.same_eye import markdown, same_eye
+    from finetuning.cohort.source import is_task_file, open_source, refuse_unread
     from finetuning.dense.crossfit import crossfit
     from finetuning.dense.kinds import KINDS
     from finetuning.features.slices import image_encoder_of
-    from finetuning.same_eye.run import markdown, same_eye
     from utils.runtime.open import open_runtime
 
     file, overrides = asked.config, asked.overrides
@@ -120,7 +119,6 @@ def _refuse_image(asked: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate the checkpoint of a configuration, or a head, and print its table."""
     asked = parse(argv)
     require_there("--head", asked.head)
     if asked.config:

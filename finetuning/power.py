@@ -148,7 +148,6 @@ def counts_of(participants: int | None, classes: int | None, counts: str | None)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what the cohort of the command line can show."""
     parser = PeopleParser("finetuning.power", __doc__ or "")
     parser.add_argument("--participants", type=int, metavar="N", help="evaluated ones, in equal classes")
     parser.add_argument("--classes", type=int, metavar="K")

@@ -48,7 +48,6 @@ from utils.help_pages import PeopleParser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The words of the command line."""
     parser = PeopleParser("finetuning.predict", __doc__ or "")
     parser.add_argument("--checkpoint", required=True, metavar="HEAD", help="head.pt, or its run's folder")
     scans = parser.add_mutually_exclusive_group(required=True)

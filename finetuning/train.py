@@ -27,12 +27,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort, count_overlap, read_cohort
-from finetuning.cohort.source import Source, check_fit, open_source
-from finetuning.cohort.unread import refuse_unread
+from finetuning.cohort.cohort import count_overlap, read_cohort, summary
+from finetuning.cohort.source import Source, check_fit, open_source, refuse_unread
 from finetuning.heads.frozen import train_frozen
 from finetuning.heads.head_file import NAME
 from utils import storage
@@ -65,14 +62,19 @@ def train(config: str, overrides: Sequence[str]) -> int:
         )
     if is_dense:
         from finetuning.dense.kinds import KINDS
+        from finetuning.dense.training import train_head
 
         refuse_another_encoder(source)
-        return KINDS[cfg.task.kind].train(source)
+        return train_head(KINDS[cfg.task.kind], source)
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
     check_fit(cfg, store, source.state, source.url)
     cohort = read_cohort(cfg, store)
     overlap = count_overlap(cfg, cohort, source.state["participants"], source.url)
-    log.info("%s; pre-training saw %d of the evaluated participants", summary(cohort), overlap)
+    log.info(
+        "%s; pre-training saw %d of the evaluated participants",
+        f"{cohort.kind}: {summary(cohort.fold, cohort.person)}",
+        overlap,
+    )
     if cfg.finetune.encoder == "trained":
         from finetuning.heads.finetune import finetune
 
@@ -101,15 +103,6 @@ def refuse_another_encoder(source: Source) -> None:
         )
 
 
-def summary(cohort: Cohort) -> str:
-    """Volumes and participants of the folds in one line."""
-    parts = []
-    for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
-        chosen = cohort.fold == fold
-        parts.append(f"{name} {int(chosen.sum())} volumes of {len(np.unique(cohort.person[chosen]))}")
-    return f"{cohort.kind}: {', '.join(parts)} participants"
-
-
 def format_grid(validation: dict[str, Any]) -> str:
     """Every pair of the grid at its best epoch, and which one is kept."""
     lines = [
@@ -126,7 +119,6 @@ def format_grid(validation: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what a command line asks for."""
     args = parse_words("finetuning.train", __doc__ or "", argv)
     setup_logging()
     return train(args.config, args.overrides)

@@ -115,7 +115,7 @@ def test_only_stores_open_zarr() -> None:
         "data_setup/attach/stored.py",
         "data_setup/store/reader.py",
         "data_setup/store/writer.py",
-        "finetuning/embedding/folder.py",  # a store of its own, of features
+        "finetuning/embedding/run.py",  # a store of its own, of features
         "utils/storage/zarr_keys.py",
     }
 
@@ -268,19 +268,19 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_284,
-    "models": 5_481,
-    "pretraining": 2_458,
-    "finetuning": 14_634,
+    "data_setup": 16_488,
+    "models": 5_522,
+    "pretraining": 2_586,
+    "finetuning": 13_554,
     "utils": 8_926,
-    "benchmarks": 4_707,
-    "tests": 43_769,
+    "benchmarks": 4_688,
+    "tests": 43_802,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),
     "models": (15, 5, 21),  # the losses have a kernel too
     "pretraining": (7, 5, 15),
-    "finetuning": (16, 8, 50),
+    "finetuning": (13, 7, 32),
     "utils": (19, 8, 47),  # tables and terminal show a stranger's names by utils.errors
 }
 COMMANDS = {  # what a person runs as `python -m NAME`

@@ -18,7 +18,7 @@ from transformers.models.vjepa2.modeling_vjepa2 import VJEPA2Encoder, VJEPA2Pred
 from models.predictor import Predictor3D
 from models.vit3d import gather_tokens
 from models.vjepa3d import VJEPA3D
-from models.weights.hf_layout import to_hf
+from models.weights.layouts import to_hf
 
 
 class ReferenceVJEPA2(nn.Module):

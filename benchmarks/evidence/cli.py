@@ -35,7 +35,7 @@ from benchmarks.evidence.real import make_real_data, refuse_real
 from benchmarks.evidence.scores import Baseline, baseline_features, encoder_features, save_scores, score
 from benchmarks.evidence.scratch import scratch_scores
 from data_setup.store.reader import PreparedStore
-from finetuning.features.pooled import pretrained_encoder, random_encoder
+from finetuning.features.kept import pretrained_encoder, random_encoder
 from finetuning.features.slices import SliceEncoder, image_encoder_of
 from pretraining import run as run_module
 from pretraining.train import train

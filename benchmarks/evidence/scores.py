@@ -26,7 +26,7 @@ from benchmarks.truth_tokens import token_features
 from data_setup.phantom.files import save_npz
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
-from finetuning.features.pooled import device_features, raw_features
+from finetuning.features.kept import device_features, raw_features
 from finetuning.features.slices import SliceEncoder
 from finetuning.features.yardsticks import FoldFeatures, yardsticks
 from models.probes.features import rankme

@@ -1,5 +1,6 @@
-"""What a checkpoint or a head is worth, in numbers with intervals.
+"""What a checkpoint or a head is worth, in numbers with intervals, and checkpoints side by side.
 
-In: predictions of a cohort's people. Out: evaluation.json and its tables and figures. Read answer.py
-first, then evaluation.py.
+In: predictions of a cohort's people; checkpoints and a labelled store. Out: evaluation.json with its tables
+and figures; the leaderboard. Read scorecard.py first, then evaluation.py; of the
+leaderboard leaderboard.py, then columns.py.
 """

@@ -182,6 +182,15 @@ def low_shot(cohort: Cohort, fraction: float, seed: int) -> Cohort:
     return _take(cohort, [chosen & (cohort.fold == TRAIN), cohort.fold == VAL, cohort.fold == EVALUATED])
 
 
+def summary(fold: np.ndarray, person: np.ndarray) -> str:
+    """Volumes and participants of the folds in one line."""
+    parts = []
+    for name, number in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
+        chosen = person[fold == number]
+        parts.append(f"{name} {len(chosen)} volumes of {len(np.unique(chosen))}")
+    return f"{', '.join(parts)} participants"
+
+
 def _labelled_rows(cfg: Config, store: PreparedStore) -> tuple[Labels, pd.DataFrame]:
     """The labels, and the kept rows of the store that have one and pass the filters, with a column `unit`."""
     if cfg.task.kind in DENSE_KINDS:

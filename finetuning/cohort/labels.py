@@ -82,9 +82,7 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     columns = label_columns(task)
     for column in columns:
         refuse_name(url, column)
-    usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
-    ids = (task.id_column,) if task.id_column else usual_ids
-    table, header, id_column = read_table(url, cfg.data.storage_options, columns, ids)
+    table, header, id_column = read_table(url, cfg.data.storage_options, columns, _id_columns(task))
     for column in columns:
         refuse_dates(url, column, [row[column] for row in table.values()])
     side_column = _side_column(url, task, header)
@@ -130,10 +128,14 @@ def _side_column(url: str, task: TaskConfig, header: Sequence[str]) -> str | Non
 
 
 def label_columns(task: TaskConfig) -> tuple[str, ...]:
-    """The columns of the table that a kind of task reads."""
     if task.kind == "multilabel":
         return tuple(task.names or ())
     return (task.label_column,)
+
+
+def _id_columns(task: TaskConfig) -> tuple[str, ...]:
+    usual = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
+    return (task.id_column,) if task.id_column else usual
 
 
 def check_table(config: str, overrides: Sequence[str]) -> None:
@@ -146,9 +148,7 @@ def check_table(config: str, overrides: Sequence[str]) -> None:
     url = task.labels_path
     if not isinstance(url, str) or "$" in url or task.kind in DENSE_KINDS:
         return
-    usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
-    ids = (task.id_column,) if task.id_column else usual_ids
-    _, header, _ = read_table(url, storage_options_of(overrides), label_columns(task), ids)
+    _, header, _ = read_table(url, storage_options_of(overrides), label_columns(task), _id_columns(task))
     _side_column(url, task, header)
 
 

@@ -1,4 +1,5 @@
-"""The ledger of looks at evaluated participants: `ledger.jsonl` in the folder of the prepared store.
+"""Digests, and the ledger of looks at evaluated participants: `ledger.jsonl` in the folder of the prepared
+store.
 
 In: who looked (checkpoint), at what (data digest) and how (protocol digest). Out: a line for each look, never
 changed, and how many looks there have been at this split of this data. A split that many looks have chosen
@@ -12,6 +13,9 @@ import hashlib
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
 
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, Cohort
@@ -20,8 +24,24 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage.line_files import append_line, read_lines
 
+VOLUME_COLUMNS = (
+    "checksum",
+    *(f"valid_{a}{i}" for a in "dhw" for i in "01"),
+    "intensity_mean",
+    "intensity_std",
+)
 NAME = "ledger.jsonl"
 FIELDS = {"time", "look", "checkpoint", "data", "protocol", "what"}
+
+
+def volume_digests(store: PreparedStore, rows: np.ndarray) -> list[str]:
+    """The digest of each row's volume and of what its normalisation rests on."""
+    table = store.index.loc[rows, list(VOLUME_COLUMNS)].to_numpy(object).tolist()
+    return [values_digest(values) for values in table]
+
+
+def values_digest(values: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 
 def record_look(
@@ -40,10 +60,9 @@ def record_look(
     path = storage.join(folder, NAME)
 
     def next_line(lines: Sequence[str]) -> str:
-        looks = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
         look = {
             "time": datetime.now(UTC).isoformat(),
-            "look": 1 + sum(one["data"] == data_digest for one in looks),
+            "look": 1 + sum(one["data"] == data_digest for one in _looks(path, lines)),
             "checkpoint": checkpoint_checksum,
             "data": data_digest,
             "protocol": protocol_digest,
@@ -57,9 +76,7 @@ def record_look(
 def count_looks(folder: str, data_digest: str, options: StorageOptions | None = None) -> int:
     """How many looks at this data the ledger holds; UserError names a damaged line."""
     path = storage.join(folder, NAME)
-    lines = read_lines(path, options)
-    looks = [_parse(path, number, line) for number, line in enumerate(lines, start=1)]
-    return sum(one["data"] == data_digest for one in looks)
+    return sum(one["data"] == data_digest for one in _looks(path, read_lines(path, options)))
 
 
 def look_at(
@@ -93,18 +110,18 @@ def data_digest(store: PreparedStore, *cohorts: Cohort) -> str:
     return digest([cohorts[0].kind, cohorts[0].names, sorted(volumes)])
 
 
-def _parse(path: str, number: int, line: str) -> dict[str, str | int]:
-    try:
-        look = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise _damaged(path, number, line) from error
-    if not isinstance(look, dict) or set(look) != FIELDS:
-        raise _damaged(path, number, line)
-    return look
-
-
-def _damaged(path: str, number: int, line: str) -> UserError:
-    return UserError(
-        f"{path}: line {number}: expected a look with {', '.join(sorted(FIELDS))}, found {line[:60]!r}; "
-        "mend or remove that line by hand"
-    )
+def _looks(path: str, lines: Sequence[str]) -> list[dict[str, str | int]]:
+    """The looks of a ledger's lines; UserError names the first damaged one."""
+    looks = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            look = json.loads(line)
+        except json.JSONDecodeError:
+            look = None
+        if not isinstance(look, dict) or set(look) != FIELDS:
+            raise UserError(
+                f"{path}: line {number}: expected a look with {', '.join(sorted(FIELDS))}, found "
+                f"{line[:60]!r}; mend or remove that line by hand"
+            )
+        looks.append(look)
+    return looks

@@ -1,8 +1,9 @@
-"""How good predictions are: every metric of a task's kind, for all resamples of a bootstrap at once.
+"""Predictions of units, and how good they are: every metric of a task's kind, for all resamples at once.
 
-In: `Predictions` and counts [S, U]: how often each of S resamples holds each unit; `observed` holds each
-once. Out: `Measures`, arrays [S] and [S, C]. NaN stands for a metric that does not exist: a class without a
-unit has no sensitivity, and the mean over classes of what one of them lacks does not exist either.
+In: scores of volumes. Out: `Predictions`, a row for every unit (volume, eye or participant): the mean over
+its volumes. Of these and counts [S, U], how often each of S resamples holds each unit (`observed` holds each
+once): `Measures`, arrays [S] and [S, C]. NaN stands for a metric that does not exist: a class without a unit
+has no sensitivity, and the mean over classes of what one of them lacks does not exist either.
 
 The definitions are scikit-learn's, and tests compare with it. What has several definitions:
   balanced accuracy   mean sensitivity of the classes that occur
@@ -18,12 +19,12 @@ The definitions are scikit-learn's, and tests compare with it. What has several 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from finetuning.cohort.predictions import Predictions
+from finetuning.cohort.cohort import EVALUATED, Cohort
 from models.probes.intervals import confusion_draws, interval95, mean_recall, participant_draws
 
 NUM_BINS = 15  # of ECE and of the reliability plot
@@ -34,6 +35,88 @@ PRIMARY = {  # the metric that a table is ordered by and a verdict is about
     "multilabel": "macro_auroc",
 }
 BLOCK = 4_000_000  # resamples x units that are measured at once
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Scores of units, sorted by unit.
+
+    classification, ordinal: probabilities of the classes; multilabel: one probability a label; regression:
+    one value in the label's own unit.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    unit: np.ndarray  # str [U]
+    person: np.ndarray  # str [U]
+    truth: np.ndarray  # float64 [U, T], as in Cohort.target
+    scores: np.ndarray  # float64 [U, C]
+
+    def where(self, chosen_U: np.ndarray) -> Predictions:
+        parts = (part[chosen_U] for part in (self.unit, self.person, self.truth, self.scores))
+        return Predictions(self.kind, self.names, *parts)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of volumes, in one cohort (official splits) or one a fold (crossfit)."""
+
+    cohorts: tuple[Cohort, ...]
+    scores: tuple[np.ndarray, ...]  # [n, C] in the order of each cohort's rows; NaN where nobody asks
+
+    def evaluated(self, volumes: tuple[np.ndarray, ...] | None = None) -> Predictions:
+        """The units of all cohorts; `volumes`, bool [n] of each cohort: pooled over these only."""
+        return join(self.by_cohort(EVALUATED, volumes))
+
+    def by_cohort(self, fold: int, volumes: tuple[np.ndarray, ...] | None = None) -> list[Predictions]:
+        masks = volumes or tuple(np.ones(len(cohort.rows), bool) for cohort in self.cohorts)
+        return [
+            pool(cohort, fold, scores[(cohort.fold == fold) & mask], mask)
+            for cohort, scores, mask in zip(self.cohorts, self.scores, masks, strict=True)
+        ]
+
+    def cohort_of_units(self) -> np.ndarray:
+        """The number of the cohort that evaluates each unit of `evaluated()` [U]."""
+        parts = self.by_cohort(EVALUATED)
+        unit = np.concatenate([p.unit for p in parts])
+        number = np.repeat(np.arange(len(parts)), [len(p.unit) for p in parts])
+        return number[np.argsort(unit)]
+
+
+def pool(cohort: Cohort, fold: int, scores_nC: np.ndarray, volumes: np.ndarray | None = None) -> Predictions:
+    """Mean score of each unit of a fold; `scores_nC` has a row for each volume of that fold, in its order.
+
+    `volumes`, bool over all volumes of the cohort: only these count, and `scores_nC` has rows for these.
+    """
+    chosen = cohort.fold == fold
+    if volumes is not None:
+        chosen = chosen & volumes
+    if len(scores_nC) != int(chosen.sum()):
+        raise ValueError(f"expected {int(chosen.sum())} volumes of the fold, found {len(scores_nC)}")
+    unit, first, inverse = np.unique(cohort.unit[chosen], return_index=True, return_inverse=True)
+    total = np.zeros((len(unit), scores_nC.shape[1]))
+    np.add.at(total, inverse, scores_nC)
+    return Predictions(
+        cohort.kind,
+        cohort.names,
+        unit,
+        cohort.person[chosen][first],
+        cohort.target[chosen][first],
+        total / np.bincount(inverse, minlength=len(unit))[:, None],
+    )
+
+
+def join(parts: Sequence[Predictions]) -> Predictions:
+    """The predictions of folds that share no person, sorted by unit; ValueError where one is in two."""
+    people = np.concatenate([np.unique(p.person) for p in parts])
+    if len(np.unique(people)) != len(people):
+        raise ValueError("expected every person in one evaluated fold, found some in several")
+    order = np.argsort(np.concatenate([p.unit for p in parts]))
+    columns = (
+        np.concatenate([getattr(p, name) for p in parts])[order]
+        for name in ("unit", "person", "truth", "scores")
+    )
+    return Predictions(parts[0].kind, parts[0].names, *columns)
 
 
 @dataclass(frozen=True)
@@ -50,7 +133,6 @@ def observed(predictions: Predictions) -> Measures:
 
 
 def measure(predictions: Predictions, counts_SU: np.ndarray) -> Measures:
-    """Every metric of the kind, for every resample."""
     counts_SU = counts_SU.astype(np.float64)
     size = max(1, BLOCK // max(1, counts_SU.shape[1]))
     parts = [_measure(predictions, counts_SU[i : i + size]) for i in range(0, len(counts_SU), size)]

@@ -2,33 +2,30 @@
 
 In: a task file of configs/ and `model.checkpoint`, a file or a run's folder. Out: a `Source`: the weights,
 and a whole configuration whose data, geometry, model and method are those of the checkpoint unless the file
-or the command line says otherwise. What the weights rest on may not be said otherwise: check_fit.
+or the command line says otherwise. What the weights rest on may not be said otherwise: check_fit. A key that
+the way of training does not read is refused where somebody sets it, since it would do nothing: refuse_unread.
+What a checkpoint's configuration brings along is nobody's word. A file may hold a key that has no default,
+since it must be there; the command line may not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
 from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
-from utils.config.load import (
-    changed_config,
-    config_of_yaml,
-    flatten,
-    load_config,
-    storage_options_of,
-    to_yaml,
-)
-from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with
+from utils.config import load
+from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with, leaves
 from utils.config.written import read_file, read_words
 from utils.errors import ConfigError, UserError
 from utils.storage.errors import split_scheme
@@ -40,6 +37,63 @@ NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 log = logging.getLogger(__name__)
 # what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
 MAY_CHANGE = ("data.", "eval.", "probe.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
+PLAIN = "features are of plain volumes"
+ONE_FILE = "only head.pt is written"
+# key, or section with a dot at its end -> what is done instead
+NEITHER = {
+    "optim.cooldown_ratio": "the rate falls as a cosine",
+    "optim.layer_decay": "finetune.layer_decay is that of a trained encoder",
+    "val.max_volumes": "validation reads every labelled volume of val",
+    "run.profile": "no trace is written",
+}
+DENSE = {
+    **NEITHER,
+    "head.learning_rates": "optim.base_lr is the rate",
+    "head.weight_decays": "optim.weight_decay is the decay",
+    "head.dropout": "a decoder of layers, voxels or slabs has none",
+    "method.drop_path": PLAIN,
+    "method.dropout": PLAIN,
+    "data.sampling": "each plane is read once an epoch",
+    **dict.fromkeys(
+        ("task.labels_path", "task.id_column", "task.label_column", "task.unit"),
+        "labels lie on the volumes of the store",
+    ),
+    "train.ckpt_every_epochs": "a checkpoint is after each validation, or train.ckpt_every_steps",
+    "train.keep_epochs": "train.keep_last says how many checkpoints stay",
+    "train.compile": "neither encoder nor decoder is compiled",
+}
+FROZEN_DENSE = {
+    "finetune.layer_decay": "the encoder's layers do not move",
+    "train.activation_checkpointing": "the encoder is not trained",
+}
+PLAIN_DENSE = {"augment.": "planes are moved only for head.kind=unetr"}
+UNREAD: dict[str, Mapping[str, str]] = {
+    "frozen": {
+        **NEITHER,
+        "optim.base_lr": "head.learning_rates are tried",
+        "optim.weight_decay": "head.weight_decays are tried",
+        "optim.clip_grad_norm": "gradients of a head are not clipped",
+        "finetune.layer_decay": "the encoder's layers do not move",
+        "method.drop_path": PLAIN,
+        "method.dropout": f"{PLAIN}; head.dropout is the head's",
+        "augment.": PLAIN,
+        "data.sampling": "each volume is read once an epoch",
+        **dict.fromkeys(("train.ckpt_every_epochs", "train.ckpt_every_steps"), ONE_FILE),
+        **dict.fromkeys(("train.keep_epochs", "train.keep_last"), ONE_FILE),
+        "train.per_core_batch_size": "train.global_batch_size is the head's",
+        "train.val_every_steps": "validation is after each epoch",
+        "train.compile": "the encoder is not trained",
+        "train.activation_checkpointing": "the encoder is not trained",
+    },
+    "layers": {**DENSE, "finetune.class_weights": "there are no classes"},
+    "segmentation": DENSE,
+    "translation": {**DENSE, "finetune.class_weights": "there are no classes"},
+    "trained": {
+        **NEITHER,
+        "head.learning_rates": "optim.base_lr is the rate",
+        "head.weight_decays": "optim.weight_decay is the decay",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -64,11 +118,11 @@ def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
     url = find_checkpoint(str(wanted), options)
     state = load_checkpoint(url, options)
     require_pretraining(state, url)
-    saved = yaml.safe_load(to_yaml(config_of_yaml(state["config"], url)))
+    saved = yaml.safe_load(load.to_yaml(load.config_of_yaml(state["config"], url)))
     base = {name: saved[name] for name in INHERITED} | {"seed": saved["seed"]}
     base["model"]["checkpoint"] = None
     base["method"]["init_from"] = None
-    cfg = load_config(path, [*overrides, f"model.checkpoint={url}"], base)
+    cfg = load.load_config(path, [*overrides, f"model.checkpoint={url}"], base)
     return Source(cfg, url, state)
 
 
@@ -99,7 +153,7 @@ def is_task_file(path: str | Path) -> bool:
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:
     """Raise UserError unless checkpoint, configuration and store agree on geometry, model, normalisation."""
     require_pretraining(state, url)
-    seen, wanted = dict(flatten(config_of_yaml(state["config"], url))), dict(flatten(cfg))
+    seen, wanted = dict(load.flatten(load.config_of_yaml(state["config"], url))), dict(load.flatten(cfg))
     for key in keys_with("identity"):
         if seen[key] != wanted[key]:
             expected, value = (list(v) if isinstance(v, tuple) else v for v in (wanted[key], seen[key]))
@@ -141,9 +195,10 @@ def require_known_place(place: str, url: str, key: str, overrides: Sequence[str]
     """Raise UserError for a place beyond this machine that nothing but the file at `url` names, which may be
     a stranger's: neither the command line's `key`, nor the file's own bucket.
     """
-    if not storage.is_remote(place) or _bucket(place) == _bucket(url):
+    if not storage.is_remote(place):
         return
-    if any(word.startswith(f"{key}=") for word in overrides):
+    buckets = {(scheme, rest.partition("/")[0]) for scheme, rest in map(split_scheme, (place, url))}
+    if len(buckets) == 1 or any(word.startswith(f"{key}=") for word in overrides):
         return
     shown = storage.redact(place)
     raise UserError(
@@ -152,22 +207,16 @@ def require_known_place(place: str, url: str, key: str, overrides: Sequence[str]
     )
 
 
-def _bucket(url: str) -> tuple[str, str]:
-    """(scheme, bucket or host)."""
-    scheme, rest = split_scheme(url)
-    return scheme, rest.partition("/")[0]
-
-
 def on_own_endpoint(cfg: Config, overrides: Sequence[str]) -> Config:
     """The configuration of another's file with the command line's endpoint of buckets, never that file's."""
-    return replace(cfg, data=replace(cfg.data, storage_options=storage_options_of(overrides)))
+    return replace(cfg, data=replace(cfg.data, storage_options=load.storage_options_of(overrides)))
 
 
 def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: tuple[str, ...]) -> Config:
     """The configuration of the file at `url` with overrides; ConfigError for a key that may not change."""
-    cfg = changed_config(trained, overrides, url)
-    before = dict(flatten(trained))
-    for key, value in flatten(cfg):
+    cfg = load.changed_config(trained, overrides, url)
+    before = dict(load.flatten(trained))
+    for key, value in load.flatten(cfg):
         if value != before[key] and not key.startswith(may_change):
             raise ConfigError(f"{url}: {key}: expected {before[key]} as in training, found {value}")
     return cfg
@@ -183,3 +232,45 @@ def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Con
             "values on a frozen encoder: that one saw nobody's labels, and a head is trained in each fold"
         )
     return cfg
+
+
+def refuse_unread(cfg: Config, path: str | Path, overrides: Sequence[str]) -> None:
+    """Raise ConfigError for the first key, set to other than its default, that the way of training which
+    task.kind and finetune.encoder choose does not read.
+    """
+    encoder = cfg.finetune.encoder
+    way: str = encoder
+    words_of_way = f"finetune.encoder={encoder}"
+    if cfg.task.kind in DENSE_KINDS:
+        way, words_of_way = cfg.task.kind, f"task.kind={cfg.task.kind}"
+    unread = dict(UNREAD[way])
+    if cfg.task.kind in DENSE_KINDS and encoder == "frozen":
+        unread |= FROZEN_DENSE
+    if cfg.task.kind in DENSE_KINDS and cfg.head.kind != "unetr":
+        unread |= PLAIN_DENSE
+    file = OmegaConf.to_container(read_file(path))
+    words = OmegaConf.to_container(read_words(overrides))
+    for name, part, value in leaves(cfg):
+        section = f"{name.partition('.')[0]}."
+        instead = unread.get(name, unread.get(section))
+        if instead is None:
+            continue
+        default, has_default = part.default, part.default != REQUIRED
+        if part.default_factory is not MISSING:
+            default, has_default = part.default_factory(), True
+        where = "command line" if _holds(words, name) else str(path)
+        is_set = _holds(words, name) or (has_default and _holds(file, name))
+        if is_set and not (has_default and value == default):
+            expected = f"its default {default}" if has_default else "the file's own"
+            raise ConfigError(
+                f"{where}: {name}: expected {expected} with {words_of_way}, which does not read "
+                f"it ({instead}), found {value}"
+            )
+
+
+def _holds(written: Any, name: str) -> bool:
+    for word in name.split("."):
+        if not isinstance(written, dict) or word not in written:
+            return False
+        written = written[word]
+    return True

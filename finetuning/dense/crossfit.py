@@ -22,21 +22,19 @@ import numpy as np
 import pandas as pd
 
 from data_setup.store.reader import PreparedStore
-from finetuning.answers.answer import Answer
-from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen
+from finetuning.answers.scorecard import Answer
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen, summary
 from finetuning.cohort.ledger import digest
 from finetuning.cohort.source import Source, check_fit, encoder_place, evaluated_config
 from finetuning.dense.decoder import reads_blocks
-from finetuning.dense.evaluation import Arm, answer, by_person, examine, markdown, open_originals
-from finetuning.dense.examined import Examined
+from finetuning.dense.evaluation import Arm, OnScan, answer, by_person, examine, markdown, open_originals
 from finetuning.dense.folds import count_look, crossed
 from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, UNET, DenseHead
-from finetuning.dense.kind import Kind, Volumes
-from finetuning.dense.on_scan import OnScan
+from finetuning.dense.kind import Examined, Kind, Volumes
 from finetuning.dense.resume import volumes_checksum
 from finetuning.dense.rivals import CLASSES, graded_rows, on_image_model, plain_unet, second_grader
-from finetuning.dense.training import learnt_from
-from finetuning.features.kept import KeptFeatures, features_folder
+from finetuning.dense.training import learnt_from, train_head
+from finetuning.features.kept import KeptFeatures
 from finetuning.features.slices import SliceEncoder
 from finetuning.heads.head_file import checkpoint_of, head_url
 from utils import storage
@@ -77,7 +75,7 @@ class Fold(Generic[Volumes]):
             is_own = state["participants"] == people and labels == volumes_checksum(self.volumes)
             if is_own and state["encoder"]["checksum"] == self.source.state["checksum"]:
                 return self.kind.open_head(folder, options, self.source.url)
-        if self.kind.train(self.source, self.volumes, self.runtime) != EXIT_FINISHED:
+        if train_head(self.kind, self.source, self.volumes, self.runtime) != EXIT_FINISHED:
             raise StopRequested
         return self.kind.open_head(folder, options, self.source.url)
 
@@ -107,8 +105,7 @@ class Fold(Generic[Volumes]):
         seconds = float(head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"])
         if cfg.finetune.encoder != "frozen":
             return seconds
-        encoder, folder = head.arms[0].encoder, features_folder(cfg)
-        kept = KeptFeatures(encoder, cfg, self.volumes.store, self.runtime, folder)
+        kept = KeptFeatures(head.arms[0].encoder, cfg, self.volumes.store, self.runtime)
         return seconds + kept.seconds(learnt_from(self.volumes))
 
     def _kept(self, name: str, head: DenseHead, make: Callable[[], Arm] | None = None) -> Examined[Volumes]:
@@ -172,8 +169,10 @@ def crossfit(
     results: list[Examined[Volumes]] = []
     try:
         for count, (volumes, measured) in enumerate(zip(folds, owns, strict=True), start=1):
-            log.info("fold %d of %d: %s", count, len(folds), volumes.summary)
-            own = _of_fold(source, count)
+            log.info("fold %d of %d: %s", count, len(folds), summary(volumes.fold, volumes.person))
+            folder = storage.join(cfg.run.dir, "folds", f"{count:02d}")
+            train = replace(cfg.train, ckpt_dir=storage.join(folder, "checkpoints"))
+            own = replace(source, cfg=replace(cfg, run=replace(cfg.run, dir=folder), train=train))
             results += Fold(kind, own, volumes, runtime, fingerprint, image, measured).results()
     except StopRequested:
         log.info("stopped by %s; run the same command again to go on", runtime.stopped_by)
@@ -194,15 +193,7 @@ def crossfit(
     return text
 
 
-def _of_fold(source: Source, count: int) -> Source:
-    """The source with the folders of a fold."""
-    folder = storage.join(source.cfg.run.dir, "folds", f"{count:02d}")
-    train = replace(source.cfg.train, ckpt_dir=storage.join(folder, "checkpoints"))
-    return replace(source, cfg=replace(source.cfg, run=replace(source.cfg.run, dir=folder), train=train))
-
-
 def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | None, on_scan: bool) -> str:
-    """A hash of all that the answer depends on."""
     return digest(
         [
             FORMAT_VERSION,
@@ -220,7 +211,6 @@ def _fingerprint(source: Source, folds: Sequence[Any], image: SliceEncoder | Non
 def _joined(
     cfg: Config, whole: Volumes, people: Sequence[str], results: Sequence[Examined[Volumes]]
 ) -> Examined[Volumes]:
-    """All folds as one: every person is evaluated."""
     lines = pd.concat([examined.lines for examined in results], ignore_index=True)
     drawn: dict[int, dict[str, np.ndarray]] = {}
     for examined in results:

@@ -19,7 +19,7 @@ from data_setup.attach.grid import box, reach
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
 from data_setup.tables.splits import seeded_order
-from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort, count_seen
+from finetuning.cohort.cohort import EVALUATED, MIN_PARTICIPANTS, TRAIN, VAL, Cohort
 from finetuning.cohort.ledger import look_at
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -40,7 +40,7 @@ class DenseVolumes:
     person: np.ndarray  # str [n]
     names: tuple[str, ...]  # of the surfaces or slabs from the vitreous down, or of the classes
 
-    # None: labels are those laid on the grid; else what reads the file of a row (dense/on_scan.py): what
+    # None: labels are those laid on the grid; else what reads the file of a row (dense/evaluation.py): what
     # it says over the scan's own voxels in the store's order, and the names in it
     read_original: Callable[[int], tuple[np.ndarray, tuple[str, ...]]] | None = field(
         default=None, kw_only=True
@@ -49,7 +49,6 @@ class DenseVolumes:
     axes: ClassVar[str] = "dw"  # of what is laid on the volumes
 
     def of(self, fold: int) -> np.ndarray:
-        """The rows of a fold."""
         return self.rows[self.fold == fold]
 
     def people(self, fold: int) -> list[str]:
@@ -60,7 +59,6 @@ class DenseVolumes:
         raise NotImplementedError
 
     def names_of(self, row: int) -> frozenset[str]:
-        """Which of the names the labels of a row have."""
         return frozenset(self.names)
 
     def facts(self) -> pd.DataFrame:
@@ -90,14 +88,6 @@ class DenseVolumes:
         when = "after" if self.read_original is None else "before"
         d, h, w = (float(self.store.index[f"spacing_{when}_{axis}"][row]) for axis in "dhw")
         return d, h, w
-
-    @property
-    def summary(self) -> str:
-        """Volumes and participants of the folds in one line."""
-        parts = []
-        for name, fold in (("train", TRAIN), ("val", VAL), ("evaluated", EVALUATED)):
-            parts.append(f"{name} {len(self.of(fold))} volumes of {len(self.people(fold))}")
-        return f"{', '.join(parts)} participants"
 
 
 def in_folds(cfg: Config, index: pd.DataFrame, where: str, what: str) -> dict[str, Any]:
@@ -215,11 +205,6 @@ def chosen_names(
         expected = ", ".join(present) or nothing
         raise UserError(f"task.names: expected some of {expected} of {store.url}, found {', '.join(lacking)}")
     return names
-
-
-def refuse_overlap(cfg: Config, volumes: DenseVolumes, seen: Sequence[str], url: str, stage: str) -> int:
-    """How many evaluated participants were seen; UserError unless that is 0 or allowed."""
-    return count_seen(cfg, volumes.people(EVALUATED), {stage: seen}, url)
 
 
 def count_look(cfg: Config, volumes: DenseVolumes, checksum: str, arms: Sequence[str]) -> int | None:

@@ -1,6 +1,6 @@
 """The file of trained decoders: all that a prediction needs but the frozen encoder.
 
-In: decoders of finetuning.dense.training. Out: `head.pt` and its seal (utils.checkpoint); `open_dense_head`
+In: decoders of finetuning.dense.training. Out: `head.pt` and its seal (utils.checkpoint); `Kind.open_head`
 loads it with its encoders and refuses another one. The file holds tensors and plain values: kind (layers,
 segmentation or translation), arms {name: weights of a decoder}, the names of surfaces, classes or slabs,
 head_kind, hidden, voxels; encoder {url, checksum} and random_seed; normalisation and geometry of the store;
@@ -10,25 +10,22 @@ finetune.encoder=trained, encoder_weights {arm: weights}.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL
 from finetuning.cohort.source import Source
-from finetuning.dense.decoder import UNETR, UnetrDecoder
+from finetuning.dense.decoder import UNETR, UnetrDecoder, build_decoder
 from finetuning.dense.folds import DenseVolumes
-from finetuning.dense.layers.decoder import build_decoder
 from finetuning.dense.resume import volumes_checksum
-from finetuning.features.pooled import load_strictly, pretrained_encoder, random_encoder
+from finetuning.features.kept import pretrained_encoder, random_encoder
 from finetuning.features.yardsticks import WIDE, LocalTokens
-from finetuning.heads.head_file import checkpoint_of, common_state, head_url, require_size, trained_encoder
+from finetuning.heads.head_file import checkpoint_of, common_state, head_url, trained_encoder
 from models.vit3d import VisionTransformer3D
-from utils.checkpoint import CheckpointError, load_checkpoint, well_formed
-from utils.config.load import config_of_yaml
+from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config, StorageOptions
 
 PRETRAINED, RANDOM = "pretrained", "random_init"
@@ -87,12 +84,10 @@ def encoder_of(
 
 
 def label(arm: str) -> str:
-    """What tables call an arm."""
     return LABELS.get(arm, arm.replace("_", " "))
 
 
 def new_decoder(cfg: Config, width: int, num_outputs: int) -> nn.Module:
-    """The untrained decoder of a configuration."""
     head = cfg.head
     if head.kind == UNETR:
         return UnetrDecoder(cfg, width, num_outputs)
@@ -101,7 +96,6 @@ def new_decoder(cfg: Config, width: int, num_outputs: int) -> nn.Module:
 
 def dense_state(
     source: Source,
-    store: PreparedStore,
     volumes: DenseVolumes,
     arms: dict[str, tuple[nn.Module, nn.Module]],
     validation: dict[str, dict[str, Any]],
@@ -111,7 +105,7 @@ def dense_state(
     trained = {name: encoder.state_dict() for name, (encoder, _) in arms.items()}
     people = {"train": volumes.people(TRAIN), "val": volumes.people(VAL)}
     return (
-        common_state(source, store, people)
+        common_state(source, volumes.store, people)
         | {
             "kind": cfg.task.kind,
             "step": validation[PRETRAINED]["step"],
@@ -131,39 +125,7 @@ def head_kind(wanted: str, options: StorageOptions | None = None) -> str:
     return str(load_checkpoint(head_url(wanted), options).get("kind"))
 
 
-def open_dense_head(
-    wanted: str,
-    options: StorageOptions,
-    names_key: str,
-    background: int = 0,
-    per_name: int = 1,
-    keys: Collection[str] = (),
-    encoder_url: str | None = None,
-) -> DenseHead:
-    """A head from its file or its run's folder, with its encoders: its own where they were trained, else that
-    of the checkpoint, which may have moved to `encoder_url`. `names_key`: of the surfaces or classes;
-    `per_name`: outputs of each, `background`: outputs without a name.
-
-    Raises CheckpointError for a damaged file or another encoder's checkpoint.
-    """
-    url = head_url(wanted)
-    state = load_checkpoint(url, options)
-    if lost := sorted({*KEYS, *keys, names_key} - set(state)):
-        expected = f"the file of a head with {names_key}"
-        raise CheckpointError(f"{url}: expected {expected}, found no {', '.join(lost[:3])}")
-    with well_formed(url, f"the file of a head with {names_key}"):
-        cfg = config_of_yaml(state["config"], url)
-        require_size({"hidden": cfg.head.hidden}, url, 1)
-        names, arms = tuple(str(name) for name in state[names_key]), []
-        encoders = _encoders(cfg, state, url, options, encoder_url)
-        for name, weights in state["arms"].items():
-            decoder = new_decoder(cfg, encoders[name].feature_width, per_name * len(names) + background)
-            load_strictly(decoder, weights, f"{url}: decoder of {name}")
-            arms.append(Arm(name, encoders[name], decoder.eval().requires_grad_(False)))
-        return DenseHead(url, state["checksum"], tuple(arms), names, cfg, state)
-
-
-def _encoders(
+def encoders_of(
     cfg: Config, state: dict[str, Any], url: str, options: StorageOptions, encoder_url: str | None
 ) -> Mapping[str, VisionTransformer3D | LocalTokens]:
     """Arm -> its encoder, in evaluation mode; raises CheckpointError."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from finetuning.dense.kind import Kind
-from finetuning.dense.layers.kind import LAYERS
-from finetuning.dense.segmentation.kind import SEGMENTATION
-from finetuning.dense.translation.kind import TRANSLATION
+from finetuning.dense.layers import LAYERS
+from finetuning.dense.segmentation import SEGMENTATION
+from finetuning.dense.translation import TRANSLATION
 
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (LAYERS, SEGMENTATION, TRANSLATION)}

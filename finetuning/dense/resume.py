@@ -1,29 +1,97 @@
-"""How a training of decoders goes on after a kill: its checkpoints.
+"""What an update of a decoder's training moves, and how the training goes on after a kill.
 
-In: the state of the arm that is trained, and what was kept of those that are finished. Out: checkpoints in
-train.ckpt_dir, named by the updates of all arms; the newest one of the same run.
+In: a decoder, and its encoder where that is trained too; what was kept of the arms that are finished. Out:
+`Moving`: AdamW on them, and the weights that are judged; `Keeper`: checkpoints in train.ckpt_dir, named by
+the updates of all arms, and the newest one of the same run.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from finetuning.cohort.source import Source
-from finetuning.dense.folds import DenseVolumes
-from utils.checkpoint import CheckpointError, load_newest
-from utils.config.load import config_of_yaml, to_yaml
-from utils.config.schema import keys_with
-from utils.errors import UserError
-from utils.run.checkpoints import Checkpoints
-from utils.run.folder import refuse_changes, refuse_lost_checkpoints
-from utils.run.lease import Lease
-from utils.runtime.single import Runtime, StopRequested
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
+from finetuning.cohort.source import Source
+from finetuning.dense.decoder import UNETR
+from finetuning.dense.folds import DenseVolumes
+from finetuning.features.yardsticks import LocalTokens
+from finetuning.heads.epochs import newest_of_run
+from finetuning.heads.tuning import layer_groups
+from models.vit3d import VisionTransformer3D
+from utils.config.load import to_yaml
+from utils.config.schema import Config
+from utils.run.checkpoints import Checkpoints
+from utils.run.lease import Lease
+from utils.runtime.single import Runtime
+
+LONGEST_AVERAGE = 0.99  # of the weights that are judged: the share of what was before
+Encoder = VisionTransformer3D | LocalTokens
 KIND = "dense"  # of a checkpoint
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Moving:
+    """What an update moves. With a frozen encoder a running mean of the decoder's weights is judged."""
+
+    encoder: Encoder
+    decoder: nn.Module
+    optimizer: torch.optim.AdamW
+    average: AveragedModel | None
+    is_trained: bool  # the encoder
+
+    @classmethod
+    def of(cls, cfg: Config, encoder: Encoder, decoder: nn.Module) -> Moving:
+        """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that
+        is trained, have the full rate.
+        """
+        is_trained, optim = cfg.finetune.encoder == "trained", cfg.optim
+        body = encoder if is_trained and isinstance(encoder, VisionTransformer3D) else None
+        groups = layer_groups(body, decoder, optim.weight_decay, cfg.finetune.layer_decay)
+        optimizer = torch.optim.AdamW(groups, lr=optim.base_lr, betas=optim.betas, eps=optim.eps)
+        has_mean = cfg.head.kind == UNETR and not is_trained
+        average = AveragedModel(decoder, avg_fn=_averaged) if has_mean else None
+        return cls(encoder, decoder, optimizer, average, is_trained)
+
+    @property
+    def judged(self) -> nn.Module:
+        return self.decoder if self.average is None else self.average.module
+
+    def copies(self) -> tuple[nn.Module, nn.Module]:
+        return copy.deepcopy(self.encoder) if self.is_trained else self.encoder, copy.deepcopy(self.judged)
+
+    def parts(self) -> dict[str, Any]:
+        values = {"decoder": self.decoder, "optimizer": self.optimizer, "average": self.average}
+        values |= {"encoder": self.encoder if self.is_trained else None}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.state_dict() for name, value in self.parts().items()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, value in self.parts().items():
+            value.load_state_dict(state[name])
+
+    def update(self, rate: float, clip: float) -> None:
+        moved = [p for group in self.optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(moved, clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["rate_share"]
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.decoder)
+
+
+def _averaged(average: Tensor, value: Tensor, count: Tensor | int) -> Tensor:
+    """Weights averaged over the last updates: over all of them at first, over about a hundred later."""
+    return torch.lerp(value, average, min(LONGEST_AVERAGE, float(count / (count + 10))))
 
 
 class Keeper:
@@ -32,7 +100,7 @@ class Keeper:
     def __init__(
         self, source: Source, volumes: DenseVolumes, runtime: Runtime, total: int, leases: list[Lease]
     ) -> None:
-        self.source, self.runtime, self.total = source, runtime, total
+        self.source, self.total = source, total
         self.volumes = volumes_checksum(volumes)
         self.state = self._restored()
         self.step: int = self.state["step"]  # updates of all arms
@@ -48,18 +116,12 @@ class Keeper:
         self._arm = lambda: {name: state()}
 
     def leave(self, name: str, trained: dict[str, Any]) -> None:
-        """The arm is finished; what was kept of it."""
         self.state["arms"][name] = {"trained": trained}
         self._arm = dict
         self.save()
 
     def save(self) -> None:
         self.checkpoints.save([], with_step=True)
-
-    def stop_if_asked(self) -> None:
-        """Raise StopRequested after SIGTERM or Ctrl-C."""
-        if self.runtime.stop_requested:
-            raise StopRequested
 
     def _content(self) -> dict[str, Any]:
         cfg = self.source.cfg
@@ -75,30 +137,18 @@ class Keeper:
 
     def _restored(self) -> dict[str, Any]:
         """The newest intact checkpoint of this run, or one of step 0. Raises UserError for another run's."""
-        cfg = self.source.cfg
-        where = str(cfg.train.ckpt_dir)
-        state = load_newest(where, cfg.data.storage_options)
-        if state is None:
-            refuse_lost_checkpoints(cfg)
-            return {"step": 0, "arms": {}}
-        if state.get("kind") != KIND:
-            raise CheckpointError(
-                f"{where}: expected checkpoints of decoders, found those of another training"
-            )
-        began_as = config_of_yaml(state["config"], where, to_go_on=True)
-        refuse_changes(began_as, cfg, where, moved=keys_with("is_place"))
-        expected = {
-            "total_steps": (self.total, f"a run of {state['total_steps']} updates, which its rates rest on,"),
-            "encoder_checksum": (self.source.state["checksum"], f"the checkpoint {self.source.url}"),
-            "volumes_sha256": (self.volumes, f"the labelled volumes of {cfg.data.store}"),
-        }
-        for key, (value, text) in expected.items():
-            if state[key] != value:
-                raise UserError(
-                    f"{where}: expected {text} as the run began, found another; use another run.dir"
-                )
-        log.info("resuming from step %d of %s", state["step"], where)
-        return state
+        source, cfg = self.source, self.source.cfg
+
+        def expected_of(state: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+            updates = f"a run of {state['total_steps']} updates, which its rates rest on,"
+            return {
+                "total_steps": (self.total, updates),
+                "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
+                "volumes_sha256": (self.volumes, f"the labelled volumes of {cfg.data.store}"),
+            }
+
+        state = newest_of_run(cfg, KIND, ("decoders", "another training"), expected_of)
+        return {"step": 0, "arms": {}} if state is None else state
 
 
 def volumes_checksum(volumes: DenseVolumes) -> str:

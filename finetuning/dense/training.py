@@ -1,15 +1,15 @@
 """Train decoders on the tokens of an encoder: task.kind layers, segmentation and translation.
 
-In: what to train for (`Objective`), volumes of three folds, an encoder for each arm. Out: the best decoder
+In: a `Kind`, volumes of three folds, an encoder for each arm. Out: the best decoder
 of each arm on validation, metrics.jsonl and the line on the terminal. A step reads train.global_batch_size
 planes of the token grid, each of one training volume; an epoch has every plane once. All arms start from the
-same weights and see the same planes in the same order, moved in the same way (finetuning.dense.moves, of the
+same weights and see the same planes in the same order, moved in the same way (finetuning.dense.planes, of the
 decoder that reads voxels at all levels). The steps of a second arm follow those of the first, and its metrics
 have its name before theirs. The same command goes on after a kill, bit for bit on a CPU
 (finetuning.dense.resume).
 
 The encoder is frozen, and its tokens are kept; or finetune.encoder=trained moves it with its decoder, layer
-by layer at different rates (finetuning.heads.tuned). Then a batch is made of whole volumes, since tokens
+by layer at different rates (finetuning.heads.tuning). Then a batch is made of whole volumes, since tokens
 are.
 """
 
@@ -19,54 +19,55 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import TRAIN, VAL
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, count_seen, summary
 from finetuning.cohort.source import Source, check_fit
-from finetuning.dense.decoder import UNETR
-from finetuning.dense.folds import DenseVolumes, refuse_overlap
+from finetuning.dense.decoder import UNETR, reads_blocks
+from finetuning.dense.folds import DenseVolumes
 from finetuning.dense.head import ALONE, LOCAL, PRETRAINED, RANDOM, dense_state, encoder_of, new_decoder
-from finetuning.dense.layers.planes import Planes
-from finetuning.dense.moves import Moves
-from finetuning.dense.moving import Encoder, Moving
-from finetuning.dense.resume import Keeper
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import load_strictly
+from finetuning.dense.kind import Kind, Volumes
+from finetuning.dense.planes import Moves, Planes
+from finetuning.dense.resume import Encoder, Keeper, Moving
+from finetuning.features.kept import KeptFeatures, load_strictly
 from finetuning.features.yardsticks import LocalTokens, Neighbourhoods
 from finetuning.heads.epochs import Best, Epochs
 from finetuning.heads.head_file import write_head
-from finetuning.heads.tuned import is_read
+from finetuning.heads.tuning import is_read
 from models.optimizer import warmup_cosine
 from models.vit3d import recompute_block
 from utils.config.schema import Config
 from utils.errors import EXIT_FINISHED, EXIT_STOPPED, UserError
 from utils.run.folder import held_run
 from utils.run.log import AnyLog, open_log
+from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, StopRequested
 
 log = logging.getLogger(__name__)
 MOST_VALIDATIONS = 40  # of an arm
-Volumes = TypeVar("Volumes", bound=DenseVolumes)
 
 
 @dataclass(frozen=True)
-class Objective:
-    """What decoders are trained for, and how the best epoch is told."""
+class Training(Generic[Volumes]):
+    """What the decoders of all arms are trained on and for."""
 
-    num_outputs: int
-    metric: str  # its name in metrics.jsonl, below val/, and in the head's file
-    sign: int  # 1 where more is better, else -1
-    planes: type[Planes]
+    kind: Kind[Volumes]
+    source: Source
+    volumes: Volumes
+    runtime: Runtime
     loss: Callable[[Tensor, Tensor], Tensor]  # of outputs and truth of some planes
-    score: Callable[[Iterable[tuple[int, np.ndarray]]], dict[str, float]]  # of predicted validation volumes
+
+    @classmethod
+    def of(cls, kind: Kind[Volumes], source: Source, volumes: Volumes, runtime: Runtime) -> Training[Volumes]:
+        return cls(kind, source, volumes, runtime, kind.loss(source.cfg, volumes, runtime.device))
 
 
 @dataclass
@@ -121,10 +122,9 @@ class Trained:
             best.weights = (modules[0], modules[1])
         return cls(best, list(state["history"]), list(state["losses"]), state["step"], state["is_over"])
 
-    def facts(self, objective: Objective) -> dict[str, Any]:
-        """What the head's file says of it."""
+    def facts(self, kind: Kind[Any]) -> dict[str, Any]:
         return {
-            objective.metric: objective.sign * self.best.rank[0],
+            kind.metric: kind.sign * self.best.rank[0],
             "epoch": self.best.epoch,
             "step": self.best.step,
             "history": self.history,
@@ -142,54 +142,46 @@ def arms_of(cfg: Config) -> tuple[str, ...]:
     return PRETRAINED, RANDOM, *([ALONE] if cfg.head.kind == UNETR else [n for n in LOCAL if n != ALONE])
 
 
-def open_volumes(source: Source, read: Callable[[Config, PreparedStore], Volumes]) -> Volumes:
-    """What `read` gives of the source's store; UserError for people that pre-training saw."""
-    cfg = source.cfg
-    store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
-    check_fit(cfg, store, source.state, source.url)
-    volumes = read(cfg, store)
-    refuse_overlap(cfg, volumes, source.state["participants"], source.url, "pre-training")
-    return volumes
-
-
 def train_head(
-    source: Source,
-    volumes: DenseVolumes,
-    objective: Objective,
-    runtime: Runtime,
-    more: Callable[[nn.Module], dict[str, Any]],
-    shown: tuple[str, str],
+    kind: Kind[Volumes], source: Source, volumes: Volumes | None = None, runtime: Runtime | None = None
 ) -> int:
-    """Train every arm and write their file, with what `more` adds to it for the pre-trained arm's encoder;
-    returns the exit code.
-
-    `shown`: title and format of the metric in the printed table. Raises UserError.
+    """Train every arm and write their file; returns the exit code. `volumes`: in the place of those that the
+    splits of the people give. Raises UserError.
     """
+    source = replace(source, cfg=reads_blocks(source.cfg))
     cfg, names = source.cfg, arms_of(source.cfg)
+    if volumes is None:
+        store = PreparedStore.open(cfg.data.store, cfg.data.storage_options, cfg.data.cache_dir)
+        check_fit(cfg, store, source.state, source.url)
+        volumes = kind.read_volumes(cfg, store)
+        seen = {"pre-training": source.state["participants"]}
+        count_seen(cfg, volumes.people(EVALUATED), seen, source.url)
+    log.info("%s: %s; %s", kind.names, ", ".join(volumes.names), summary(volumes.fold, volumes.person))
+    runtime = runtime or open_runtime(cfg.train.use_bf16)
+    training = Training.of(kind, source, volumes, runtime)
     total = len(names) * batches_of(cfg, volumes)[1].calendar.total
-    synthetic = bool(volumes.store.attrs["synthetic"])
     runtime.catch_signals()
     trained: dict[str, Trained] = {}
     with held_run(cfg, runtime) as leases:
         keeper = Keeper(source, volumes, runtime, total, leases)
+        synthetic = bool(volumes.store.attrs["synthetic"])
         with open_log(cfg, runtime, keeper.step, total, synthetic=synthetic) as run_log:
             try:
                 for name in names:
                     steps_before = sum(arm.step for arm in trained.values())
-                    parts = source, volumes, objective, runtime, run_log, steps_before, keeper
-                    trained[name] = train_arm(name, *parts)
+                    trained[name] = train_arm(name, training, run_log, steps_before, keeper)
             except StopRequested:
                 how = "stopped by %s at step %d of %d; run the same command again to go on"
                 log.info(how, runtime.stopped_by, keeper.step, total)
                 return EXIT_STOPPED
             finally:
                 keeper.checkpoints.close()
-            validation = {name: arm.facts(objective) for name, arm in trained.items()}
+            validation = {name: arm.facts(kind) for name, arm in trained.items()}
             arms = {name: arm.best.weights for name, arm in trained.items() if arm.best.weights is not None}
-            state = dense_state(source, volumes.store, volumes, arms, validation)
-            url = write_head(cfg, state | more(arms[PRETRAINED][0]))
+            state = dense_state(source, volumes, arms, validation)
+            url = write_head(cfg, state | kind.state(arms[PRETRAINED][0], source, volumes, runtime))
             run_log.artifact("head", url)
-    print(format_arms(validation, *shown, objective.metric))
+    print(format_arms(validation, *kind.shown, kind.metric))
     print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
     return EXIT_FINISHED
 
@@ -212,10 +204,7 @@ def batches_of(cfg: Config, volumes: DenseVolumes) -> tuple[list[list[tuple[int,
 
 def train_arm(
     name: str,
-    source: Source,
-    volumes: DenseVolumes,
-    objective: Objective,
-    runtime: Runtime,
+    training: Training[Any],
     run_log: AnyLog,
     steps_before: int = 0,
     keeper: Keeper | None = None,
@@ -225,18 +214,24 @@ def train_arm(
     volumes. `encoder`: in the place of that of the arm's name. With `keeper` it is saved, and goes on where
     it was. Raises UserError, and StopRequested.
     """
+    kind, source, volumes, runtime = training.kind, training.source, training.volumes, training.runtime
     cfg = source.cfg
     if encoder is None:
-        encoder = encoder_of(name, cfg, source.state, source.url, _mean_of(name, source, volumes, runtime))
+        mean: Tensor | None = None
+        if LOCAL.get(name):  # random features are centred on the training volumes
+            rows = np.unique(volumes.of(TRAIN))
+            near = Neighbourhoods(cfg, volumes.store, rows, runtime)
+            mean = near.mean(np.ones(len(rows), bool))
+        encoder = encoder_of(name, cfg, source.state, source.url, mean)
     module: Any = encoder.encoder if isinstance(encoder, KeptFeatures) else encoder
     with torch.random.fork_rng(devices=[runtime.device] if runtime.device.type == "cuda" else []):
         torch.manual_seed(cfg.seed)
-        decoder = new_decoder(cfg, encoder.feature_width, objective.num_outputs).to(runtime.device)
+        decoder = new_decoder(cfg, encoder.feature_width, kind.num_outputs(volumes.names)).to(runtime.device)
     state, where = None if keeper is None else keeper.of_arm(name), str(cfg.train.ckpt_dir)
     result = Trained() if state is None else Trained.of_state(state["trained"], module, decoder, where)
     if result.is_over:
         return result
-    planes = objective.planes(cfg, _token_source(encoder, cfg, volumes, runtime), volumes, runtime.device)
+    planes = kind.planes(cfg, _token_source(encoder, training), volumes, runtime.device)
     moving = Moving.of(cfg, module, decoder)
     if state is not None:
         moving.load(state["moving"])
@@ -250,22 +245,22 @@ def train_arm(
     units, epochs = batches_of(cfg, volumes)
     calendar = epochs.calendar
     for step, places in epochs.batches(result.step):
-        if keeper is not None:
-            keeper.stop_if_asked()
+        if keeper is not None and runtime.stop_requested:
+            raise StopRequested
         done, rate = step + 1, warmup_cosine(cfg.optim, step, calendar.total)
         chosen = [units[place] for place in places]
-        loss = train_step(moving, objective, planes, chosen, cfg, runtime, step, rate)
+        loss = train_step(moving, training, planes, chosen, step, rate)
         result.losses.append(loss)
         result.step = done
         run_log.advance()
         if calendar.logs(done):
-            run_log.metrics(steps_before + done, _named(prefix, {"train/loss": loss, "train/lr": rate}))
+            run_log.metrics(steps_before + done, {f"{prefix}train/loss": loss, f"{prefix}train/lr": rate})
         if calendar.validates(done):
-            scores = validate(moving.judged, planes, volumes.of(VAL), objective)
-            run_log.metrics(steps_before + done, _named(f"{prefix}val/", scores))
+            scores = validate(moving.judged, planes, training)
+            run_log.metrics(steps_before + done, {f"{prefix}val/{key}": v for key, v in scores.items()})
             result.validated(epochs.number(done), scores, time.perf_counter() - start)
             result.history[-1]["processor_seconds"] = round(time.process_time() - clock, 2)
-            value = objective.sign * scores[objective.metric]
+            value = kind.sign * scores[kind.metric]
             result.best.offer((value,), epochs.number(done), done, moving.copies)
         if keeper is not None:
             keeper.step = steps_before + done
@@ -281,56 +276,38 @@ def train_arm(
     return result
 
 
-def _mean_of(name: str, source: Source, volumes: DenseVolumes, runtime: Runtime) -> Tensor | None:
-    """The mean of the training volumes, which random features are centred on."""
-    if not LOCAL.get(name):
-        return None
-    rows = np.unique(volumes.of(TRAIN))
-    return Neighbourhoods(source.cfg, volumes.store, rows, runtime).mean(np.ones(len(rows), bool))
-
-
-def validate(decoder: nn.Module, planes: Planes, rows: np.ndarray, objective: Objective) -> dict[str, float]:
-    """The scores of these volumes, and their loss."""
+def validate(decoder: nn.Module, planes: Planes, training: Training[Any]) -> dict[str, float]:
+    """The scores of the validation volumes, and their loss."""
     losses: list[float] = []
 
     def predicted() -> Iterator[tuple[int, np.ndarray]]:
-        for row in map(int, rows):
-            values, loss = planes.judge(decoder, row, objective.loss)
+        for row in map(int, training.volumes.of(VAL)):
+            values, loss = planes.judge(decoder, row, training.loss)
             losses.append(loss)
             yield row, values
 
-    scores = objective.score(predicted())
+    scores = training.kind.score(training.volumes, predicted())
     return {"loss": float(np.mean(losses))} | scores
 
 
-def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float | None]:
-    return {f"{prefix}{key}": value for key, value in values.items()}
-
-
 def learnt_from(volumes: DenseVolumes) -> np.ndarray:
-    """The rows of training and validation."""
     return np.unique(np.concatenate([volumes.of(TRAIN), volumes.of(VAL)]))
 
 
 def _token_source(
-    encoder: Encoder | KeptFeatures,
-    cfg: Config,
-    volumes: DenseVolumes,
-    runtime: Runtime,
+    encoder: Encoder | KeptFeatures, training: Training[Any]
 ) -> KeptFeatures | Callable[[Tensor], Tensor]:
     """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it;
     or a yardstick, which is faster computed than kept.
     """
+    cfg, volumes, runtime = training.source.cfg, training.volumes, training.runtime
     if isinstance(encoder, LocalTokens):
         return encoder.to(runtime.device)
-    if isinstance(encoder, KeptFeatures) or cfg.finetune.encoder == "frozen":
-        kept = (
-            encoder
-            if isinstance(encoder, KeptFeatures)
-            else KeptFeatures(encoder, cfg, volumes.store, runtime, features_folder(cfg))
-        )
-        kept.keep_tokens(learnt_from(volumes))
-        return kept
+    if not isinstance(encoder, KeptFeatures) and cfg.finetune.encoder == "frozen":
+        encoder = KeptFeatures(encoder, cfg, volumes.store, runtime)
+    if isinstance(encoder, KeptFeatures):
+        encoder.keep_tokens(learnt_from(volumes))
+        return encoder
     encoder.to(runtime.device)
     if cfg.train.activation_checkpointing:
         encoder.recompute = recompute_block
@@ -346,17 +323,16 @@ def _token_source(
 
 def train_step(
     moving: Moving,
-    objective: Objective,
+    training: Training[Any],
     planes: Planes,
     chosen: Sequence[list[tuple[int, int]]],
-    cfg: Config,
-    runtime: Runtime,
     step: int,
     rate: float,
 ) -> float:
     """Update number `step` at this rate with units of planes, as many at once as train.per_core_batch_size
     allows; returns the loss.
     """
+    cfg, runtime = training.source.cfg, training.runtime
     count, moves = sum(map(len, chosen)), None
     if cfg.head.kind == UNETR and cfg.augment.strength > 0:
         moves = Moves.draw((cfg.seed, step), count, cfg.augment.strength, runtime.device)
@@ -369,7 +345,7 @@ def train_step(
         tokens, voxels, truth = planes.batch(pairs, own)
         with runtime.autocast(), drawn(cfg.seed, step, first, runtime.device):
             outputs = moving.decoder(tokens, voxels).float()
-        loss = objective.loss(outputs, truth) * (len(pairs) / count)
+        loss = training.loss(outputs, truth) * (len(pairs) / count)
         loss.backward()
         total, first = total + float(loss.detach()), first + len(pairs)
     moving.update(rate, cfg.optim.clip_grad_norm)

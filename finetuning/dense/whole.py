@@ -26,9 +26,9 @@ from data_setup.readers.open_record import open_record
 from data_setup.resample import NEAREST, Resampled, is_nearest, output_spacing, resample_frames, scan_weights
 from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix
+from finetuning.dense.decoder import heights_of
 from finetuning.dense.head import Arm
-from finetuning.dense.layers.decoder import heights_of
-from finetuning.embedding.looks import Looks
+from finetuning.embedding.volumes import Looks
 from utils.config.schema import Config, StorageOptions
 from utils.runtime.single import Runtime
 
@@ -79,7 +79,8 @@ def read_whole(
     grid = (header.shape, header.spacing_mm, spatial.image_size, spatial.target_spacing, spatial.resample)
     spacing = output_spacing(*grid)
     sizes = [
-        _grown(size, count * own / target) if axis in axes else size
+        # a larger scan has the same centres: an even number of voxels more
+        size + 2 * max(0, math.ceil((count * own / target - size) / 2 - 1e-6)) if axis in axes else size
         for axis, size, count, own, target in zip(
             "dhw", spatial.image_size, header.shape, header.spacing_mm, spacing, strict=True
         )
@@ -99,11 +100,6 @@ def read_whole(
     fields = measured | meter.columns(header.spacing_mm) | acquisition(header)
     mean, std = float(measured["intensity_mean"]), float(measured["intensity_std"])
     return WholeScan(header, volume, mean, std, fields, planes)
-
-
-def _grown(size: int, needed: float) -> int:
-    """At least `needed` voxels, with the same centres: an even number more."""
-    return size + 2 * max(0, math.ceil((needed - size) / 2 - 1e-6))
 
 
 def _middle(volume: Resampled, size: Size) -> Resampled:

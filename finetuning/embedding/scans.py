@@ -28,7 +28,7 @@ from data_setup.readers.images import is_image
 from data_setup.readers.makers import kinds
 from data_setup.readers.open_record import identify, kind_by_name, source_stat
 from data_setup.tables.text import PERSON_COLUMNS, clean_path, read_cells, read_table
-from finetuning.features.digests import values_digest
+from finetuning.cohort.ledger import values_digest
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError, shown
@@ -121,7 +121,6 @@ def _of_file(place: str, options: StorageOptions) -> list[Scan]:
 def _below(
     place: str, sizes: Mapping[str, int], options: StorageOptions, workers: int, only_dicom: bool
 ) -> list[Scan]:
-    """The scans of a folder."""
     listed, known = _listed(place, sizes, options)
     odd = [path for path in sizes if _is_odd(path) and _is_dicom(storage.join(place, path), options)]
     entries, others = read_tree(place, sizes, Rules(), options, workers, known)

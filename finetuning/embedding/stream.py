@@ -76,7 +76,9 @@ class Fault:
 
 
 def rejected(fields: dict[str, Any], error: BaseException) -> Reject:
-    """A volume at which the program failed: it ends no other."""
+    """A volume that the encoder has no use for, or at which the program failed: it ends no other."""
+    if isinstance(error, NoFeaturesError):
+        return Reject(fields | {"status": error.status, "message": str(error)})
     message = internal_error(str(fields["path"]), error)
     return Reject(fields | {"status": INTERNAL_ERROR, "message": message})
 

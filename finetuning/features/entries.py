@@ -1,7 +1,9 @@
-"""The rows of a table before anything is computed: encoders, and baselines that have none.
+"""The rows of a table before anything is computed, encoders and baselines that have none, and probes of them.
 
-In: checkpoints, a configuration, the store, the volumes that anybody asks for. Out: an `Entry` a row, whose
-features are computed when first asked for, once for all volumes.
+In: checkpoints, a configuration, the store, the volumes that anybody asks for; cohorts (one with the official
+splits, one a fold with crossfit). Out: an `Entry` a row, whose features are computed when first asked for,
+once for all volumes; `Probed`, the scores of a probe with the C that validation chose, by the protocol of
+models.probes.participants. Classes: logistic; a value: ridge; several labels: a logistic probe each.
 """
 
 from __future__ import annotations
@@ -15,19 +17,91 @@ from sklearn.decomposition import PCA
 from torch import nn
 
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort
+from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
+from finetuning.cohort.metrics import Scored
 from finetuning.cohort.source import Source, check_fit, open_source
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import device_features, pretrained_encoder, random_encoder, raw_features
-from finetuning.features.probing import Features, of_rows
+from finetuning.features.kept import (
+    KeptFeatures,
+    device_features,
+    pretrained_encoder,
+    random_encoder,
+    raw_features,
+)
 from finetuning.features.slices import SliceEncoder
-from finetuning.features.yardsticks import Yardstick, yardsticks
+from finetuning.features.yardsticks import Volumes, Yardstick, yardsticks
+from models.probes.hidden import fit_hidden_classes, fit_hidden_value
+from models.probes.participants import Fitted, Fold, fit_logistic, fit_ridge, require_disjoint
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.runtime.single import Runtime
 
+Features = Callable[[Cohort], np.ndarray]  # [n, F] in the order of the cohort's rows
 RANDOM_SEEDS = 3  # random initialisations to compare with
 MAX_COMPONENTS = 256  # of the raw-voxel PCA
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What one probe says of every volume, and how it was chosen."""
+
+    scored: Scored
+    chosen_c: float | None  # median over cohorts and labels; None: a hidden layer
+    val_score: float  # their mean: balanced accuracy, or minus the squared error of a value
+    num_features: int
+
+
+def probe(cohorts: Sequence[Cohort], features: Features, is_hidden: bool = False) -> Probed:
+    """Fit on TRAIN, choose C (of a hidden layer the step) on VAL, score all; UserError for one class."""
+    scores, fitted, width = [], [], 0
+    for cohort in cohorts:
+        features_nF = features(cohort)
+        width = features_nF.shape[1]
+        parts = _fit(cohort, features_nF, is_hidden)
+        scores.append(_volume_scores(cohort, parts, features_nF))
+        fitted += parts
+    return Probed(
+        Scored(tuple(cohorts), tuple(scores)),
+        None if is_hidden else float(np.median([part.chosen_c for part in fitted])),
+        float(np.mean([part.val_score for part in fitted])),
+        width,
+    )
+
+
+def of_rows(rows: np.ndarray, values_nF: np.ndarray) -> Features:
+    """Features of store rows, ascending, for any cohort of them."""
+    return lambda cohort: values_nF[np.searchsorted(rows, cohort.rows)]
+
+
+def _fit(cohort: Cohort, features_nF: np.ndarray, is_hidden: bool) -> list[Fitted]:
+    """One probe, or one a label; weights are of people, and validation pools the units of a prediction."""
+    train, val, evaluated = (cohort.fold == fold for fold in (TRAIN, VAL, EVALUATED))
+    require_disjoint(cohort.person[train], cohort.person[val], cohort.person[evaluated])
+    linear, hidden = (
+        (fit_ridge, fit_hidden_value) if cohort.kind == "regression" else (fit_logistic, fit_hidden_classes)
+    )
+    fit = hidden if is_hidden else linear
+    parts = []
+    for column in range(cohort.target.shape[1]):
+        target = cohort.target[:, column]
+        labels = target if cohort.kind == "regression" else target.astype(int)
+        if len(np.unique(labels[train])) < 2 and cohort.kind != "regression":
+            name = cohort.names[column] if cohort.kind == "multilabel" else "the label"
+            raise UserError(f"{name}: expected two classes among the training participants, found one")
+        parts.append(
+            fit(
+                Fold(features_nF[train], labels[train], cohort.person[train]),
+                Fold(features_nF[val], labels[val], cohort.unit[val]),
+            )
+        )
+    return parts
+
+
+def _volume_scores(cohort: Cohort, parts: Sequence[Fitted], features_nF: np.ndarray) -> np.ndarray:
+    """Scores of all volumes [n, C]: a column for every class, also for one that the training fold lacks."""
+    if cohort.kind == "multilabel":
+        return np.stack([part.score(features_nF)[:, 1] for part in parts], axis=1)
+    scores = parts[0].score(features_nF)
+    lacking = np.zeros((len(scores), cohort.num_outputs - scores.shape[1]))
+    return np.concatenate([scores, lacking], axis=1)
 
 
 @dataclass(frozen=True)
@@ -58,23 +132,9 @@ class Entry:
         return self.encoder is None
 
 
-@dataclass(frozen=True)
-class Volumes:
-    """Which volumes the table is about, and how they are read."""
-
-    cfg: Config
-    store: PreparedStore
-    rows: np.ndarray  # store rows, sorted
-    runtime: Runtime
-
-    def lookup(self, compute: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Features]:
-        """Features of all volumes, computed when first asked for, then read by row."""
-
-        @cache
-        def features() -> Features:
-            return of_rows(self.rows, compute(self.rows))
-
-        return features
+def lookup(volumes: Volumes, compute: Callable[[np.ndarray], np.ndarray]) -> Callable[[], Features]:
+    """Features of all volumes, whose rows are sorted, computed when first asked for, then read by row."""
+    return cache(lambda: of_rows(volumes.rows, compute(volumes.rows)))
 
 
 def open_sources(config: str, overrides: Sequence[str], checkpoints: Sequence[str]) -> list[Source]:
@@ -124,7 +184,7 @@ def encoder_entry(volumes: Volumes, source: Source, name: str, label: str, seed:
     identity = f"random {architecture(source.cfg)} seed {seed}"
     if seed is None:
         identity = f"checkpoint {source.state['checksum']}{_blocks(source.cfg)}"
-    return Entry(name, label, identity, volumes.lookup(compute), lambda cohort: encoder())
+    return Entry(name, label, identity, lookup(volumes, compute), lambda cohort: encoder())
 
 
 def best_random(
@@ -188,7 +248,6 @@ def plain_entries(volumes: Volumes) -> list[Entry]:
         return raw_features(volumes.cfg, store, rows, volumes.runtime)
 
     def components(cohort: Cohort) -> np.ndarray:
-        """The principal components of the training fold."""
         is_train, voxels = cohort.fold == TRAIN, of_rows(rows, raw()[0])(cohort)
         count = min(MAX_COMPONENTS, int(is_train.sum()) - 1, voxels.shape[1])
         return PCA(count, random_state=0).fit(voxels[is_train]).transform(voxels)
@@ -207,8 +266,6 @@ def plain_entries(volumes: Volumes) -> list[Entry]:
 
 
 def yardstick_entries(volumes: Volumes) -> list[Entry]:
-    """The strong rows without an encoder."""
-
     def entry(row: Yardstick) -> Entry:
         def features(cohort: Cohort) -> np.ndarray:
             assert row.volumes is not None
@@ -227,10 +284,10 @@ def slice_entry(volumes: Volumes, encoder: SliceEncoder) -> Entry:
         return encoder.embed(volumes.store, rows, volumes.runtime)
 
     name = encoder.folder.name
-    return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", volumes.lookup(compute))
+    return Entry("2d", f"2d: {name}", f"2d {encoder.digest()}", lookup(volumes, compute))
 
 
 def kept_features(volumes: Volumes, encoder: Encoder) -> KeptFeatures:
     """The kept features of an encoder; a random one's are kept as well, by its weights."""
     cfg = encoder.source.cfg
-    return KeptFeatures(encoder.module, cfg, volumes.store, volumes.runtime, features_folder(cfg))
+    return KeptFeatures(encoder.module, cfg, volumes.store, volumes.runtime)

@@ -107,7 +107,6 @@ class SliceEncoder:
         )
 
     def digest(self) -> str:
-        """SHA-256 over the names and contents of the folder's files."""
         digest = hashlib.sha256(f"{self.size} {self.blocks}\n".encode())
         for path in sorted(p for p in self.folder.iterdir() if p.is_file()):
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
@@ -127,7 +126,8 @@ class SliceEncoder:
     def _volume(self, voxels_DHW: np.ndarray, box: np.ndarray, runtime: Runtime) -> np.ndarray:
         d0, d1, h0, h1, w0, w1 = box.tolist()
         inside = torch.from_numpy(np.ascontiguousarray(voxels_DHW[d0:d1, h0:h1, w0:w1]))
-        parts = [self._images(part.to(runtime.device)) for part in inside.split(AT_ONCE)]
+        # one feature vector a B-scan: the mean of its tokens, a class token among them
+        parts = [self._joined(part.to(runtime.device)).mean(dim=1) for part in inside.split(AT_ONCE)]
         features_DE = torch.cat(parts)
         pooled = torch.cat([features_DE.mean(dim=0), features_DE.std(dim=0, correction=0)])
         return np.asarray(pooled.cpu().numpy(), np.float32)
@@ -142,10 +142,6 @@ class SliceEncoder:
             maps_DFhw = F.adaptive_avg_pool2d(torch.cat(parts), grid[1:])
             of_scans.append(rearrange(maps_DFhw, "(gd d) f h w -> gd d h w f", gd=grid[0]).mean(dim=1))
         return rearrange(torch.stack(of_scans), "b gd h w f -> b (gd h w) f")
-
-    def _images(self, planes_BHW: Tensor) -> Tensor:
-        """One feature vector a B-scan, [B, E]: the mean of its tokens, a class token among them."""
-        return self._joined(planes_BHW).mean(dim=1)
 
     def _maps(self, planes_BHW: Tensor) -> Tensor:
         """The tokens of B-scans where they lie, [B, F, h, w]; class token and registers are left out."""

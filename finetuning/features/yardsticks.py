@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
@@ -57,20 +57,28 @@ class Yardstick:
 
 
 @dataclass(frozen=True)
-class Neighbourhoods:
-    """The averaged patches of volumes, and features made of each with its 26 neighbours."""
+class Volumes:
+    """Volumes of a store, and how they are read."""
 
     cfg: Config
     store: PreparedStore
-    rows: np.ndarray
+    rows: np.ndarray  # store rows
     runtime: Runtime
+
+    def batches(self) -> Iterator[dict[str, Tensor]]:
+        """On the device, in the order of `rows`."""
+        batches = evaluation_batches(self.cfg, self.store, self.rows, EVALUATION_BATCH)
+        return map(self.runtime.to_device, batches)
+
+
+class Neighbourhoods(Volumes):
+    """The averaged patches of volumes, and features made of each with its 26 neighbours."""
 
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
         """Averaged patches float16 [n, N, v] (their voxels were 8 bits), and validity bool [n, N]."""
         parts, valid = [], []
-        for batch in evaluation_batches(self.cfg, self.store, self.rows, EVALUATION_BATCH):
-            batch = self.runtime.to_device(batch)
+        for batch in self.batches():
             small = averaged(plain_view(batch)[:, 0], self.cfg.spatial.patch_size)
             parts.append(small.clamp(-HALF_MAX, HALF_MAX).half().cpu())
             valid.append(batch["context_valid"].cpu() > 0)
@@ -224,7 +232,7 @@ def yardsticks(
     """All rows; `tokens_nT`: raster tokens of each volume that are asked about, -1 where there are fewer.
     Nothing is read before a feature is asked for.
     """
-    near, raw = Neighbourhoods(cfg, store, rows, runtime), _Raw(cfg, store, rows, runtime, tokens_nT)
+    near = Neighbourhoods(cfg, store, rows, runtime)
 
     def row(name: str, label: str, width: int | None) -> Yardstick:
         return Yardstick(
@@ -234,12 +242,16 @@ def yardsticks(
             None if tokens_nT is None else partial(near.tokens, tokens_nT, width),
         )
 
-    def fixed(name: str, label: str, made: _Raw) -> Yardstick:
-        tokens = None if tokens_nT is None else lambda _: made.both[1]
-        return Yardstick(name, label, lambda _: made.both[0], tokens)
+    def fixed(name: str, label: str, tokens_of: Callable[[dict[str, Tensor]], Tensor]) -> Yardstick:
+        both = cache(lambda: _pooled_and_chosen(near, tokens_nT, tokens_of))
+        tokens = None if tokens_nT is None else lambda _: both()[1]
+        return Yardstick(name, label, lambda _: both()[0], tokens)
+
+    def own_voxels(batch: dict[str, Tensor]) -> Tensor:
+        return patches_of(plain_view(batch)[:, 0], cfg.spatial.patch_size).flatten(2)
 
     lines = [
-        fixed("own_voxels", "voxels of the token", raw),
+        fixed("own_voxels", "voxels of the token", own_voxels),
         row("27_patches", "voxels of 27 tokens, averaged", None),
         *(
             row(f"{w}_random_of_27", f"{w:,} random ReLU features of 27 tokens", w)
@@ -250,46 +262,20 @@ def yardsticks(
         nothing = np.zeros((*tokens_nT.shape, 0), np.float32)
         lines.insert(0, Yardstick("place", "place of the token", None, lambda _: nothing))
     if image is not None:
-        sliced = _Sliced(cfg, store, rows, runtime, tokens_nT, image)
         label = f"image model of each B-scan: {image.folder.name}"
-        lines.append(fixed("slices", label, sliced))
+        lines.append(fixed("slices", label, lambda batch: image.tokens(batch["volume"], cfg.grid, runtime)))
     return lines
 
 
-@dataclass(frozen=True)
-class _Raw:
-    """Voxels of tokens as they are."""
-
-    cfg: Config
-    store: PreparedStore
-    rows: np.ndarray
-    runtime: Runtime
-    tokens_nT: np.ndarray | None
-
-    @cached_property
-    def both(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of volumes [n, 2V], and of tokens [n, T, V] (T = 0 where none were asked about)."""
-        wanted = np.zeros((len(self.rows), 0), np.int64) if self.tokens_nT is None else self.tokens_nT
-        pooled, dense, start = [], [], 0
-        for batch in evaluation_batches(self.cfg, self.store, self.rows, EVALUATION_BATCH):
-            batch = self.runtime.to_device(batch)
-            tokens_BNV, valid_BN = self._tokens(batch, start)
-            pooled.append(pool_tokens(tokens_BNV, valid_BN).cpu())
-            dense.append(take(tokens_BNV.cpu(), wanted[start : start + len(tokens_BNV)]))
-            start += len(tokens_BNV)
-        return torch.cat(pooled).numpy(), torch.cat(dense).numpy()
-
-    def _tokens(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
-        voxels = patches_of(plain_view(batch)[:, 0], self.cfg.spatial.patch_size)
-        return voxels.flatten(2), batch["context_valid"]
-
-
-@dataclass(frozen=True)
-class _Sliced(_Raw):
-    """Tokens of a 2D image encoder."""
-
-    image: SliceEncoder
-
-    def _tokens(self, batch: dict[str, Tensor], start: int) -> tuple[Tensor, Tensor]:
-        tokens = self.image.tokens(batch["volume"], self.cfg.grid, self.runtime)
-        return tokens, batch["context_valid"]
+def _pooled_and_chosen(
+    volumes: Volumes, tokens_nT: np.ndarray | None, tokens_of: Callable[[dict[str, Tensor]], Tensor]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of volumes [n, 2V], and of tokens [n, T, V] (T = 0 where none were asked about)."""
+    wanted = np.zeros((len(volumes.rows), 0), np.int64) if tokens_nT is None else tokens_nT
+    pooled, dense, start = [], [], 0
+    for batch in volumes.batches():
+        tokens_BNV = tokens_of(batch)
+        pooled.append(pool_tokens(tokens_BNV, batch["context_valid"]).cpu())
+        dense.append(take(tokens_BNV.cpu(), wanted[start : start + len(tokens_BNV)]))
+        start += len(tokens_BNV)
+    return torch.cat(pooled).numpy(), torch.cat(dense).numpy()

@@ -1,27 +1,28 @@
-"""Epochs of a trainer of heads: its batches, its best epoch, when patience ends, what it leaves.
+"""What trainers of heads share: epochs and their batches, the best epoch, a run that goes on.
 
 In: a configuration and how many examples there are. Out: the places of each batch, in an order of each epoch
-that the seed decides; the weights of the best epoch; `head.pt` in a run directory with a log.
+that the seed decides; the weights of the best epoch; the newest checkpoint of the same run.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from finetuning.heads.head_file import write_head
-from utils.config.schema import Config
+from utils.checkpoint import CheckpointError, load_newest
+from utils.config.load import config_of_yaml
+from utils.config.schema import Config, keys_with
+from utils.errors import UserError
 from utils.run.calendar import Calendar
-from utils.run.folder import NO_CHECKPOINT_YET, claim_run_dir
-from utils.run.log import RunLog
-from utils.runtime.single import Runtime
+from utils.run.folder import refuse_changes, refuse_lost_checkpoints
 
 Weights = TypeVar("Weights")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,6 @@ class Epochs:
 
 @dataclass
 class Best(Generic[Weights]):
-    """The best epoch."""
-
     rank: tuple[float, ...] = (-math.inf, -math.inf)  # more is better
     epoch: int = 0
     step: int = 0
@@ -73,10 +72,26 @@ class Best(Generic[Weights]):
             self.rank, self.epoch, self.step, self.weights = rank, epoch, step, weights()
 
 
-def hand_over(cfg: Config, state: dict[str, Any], runtime: Runtime, run_log: RunLog) -> str:
-    """Write a head's file into the run's folder, which now has what it was for; returns its URL."""
-    url = write_head(cfg, state)
-    claim_run_dir(cfg, runtime)
-    (Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink(missing_ok=True)
-    run_log.artifact("head", url)
-    return url
+def newest_of_run(
+    cfg: Config,
+    kind: str,
+    kinds: tuple[str, str],
+    expected_of: Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, str]]],
+) -> dict[str, Any] | None:
+    """The newest intact checkpoint of this run, if any; `kinds`: words of this training and of others,
+    `expected_of` it: key -> (value, what it stands for). Raises UserError for another run's.
+    """
+    where = str(cfg.train.ckpt_dir)
+    state = load_newest(where, cfg.data.storage_options)
+    if state is None:
+        refuse_lost_checkpoints(cfg)
+        return None
+    if state.get("kind") != kind:
+        raise CheckpointError(f"{where}: expected checkpoints of {kinds[0]}, found those of {kinds[1]}")
+    began_as = config_of_yaml(state["config"], where, to_go_on=True)
+    refuse_changes(began_as, cfg, where, moved=keys_with("is_place"))
+    for key, (value, text) in expected_of(state).items():
+        if state[key] != value:
+            raise UserError(f"{where}: expected {text} as the run began, found another; use another run.dir")
+    log.info("resuming from step %d of %s", state["step"], where)
+    return state

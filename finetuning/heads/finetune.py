@@ -22,12 +22,20 @@ from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import VAL, Cohort
 from finetuning.cohort.source import Source
-from finetuning.features.pooled import load_strictly
-from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
+from finetuning.features.kept import load_strictly
+from finetuning.heads.confidence import Calibration, calibrate, stored_calibration
 from finetuning.heads.head_file import head_state, write_head
 from finetuning.heads.objective import METRICS, judge, metric_name
-from finetuning.heads.tuned import UpdateResult, update_model
-from finetuning.heads.tuning import Progress, Tuning, checkpoint_state, open_tuning, restore, settle_memory
+from finetuning.heads.tuning import (
+    Progress,
+    Tuning,
+    UpdateResult,
+    checkpoint_state,
+    open_tuning,
+    restore,
+    settle_memory,
+    update_model,
+)
 from models.heads import build_head, rescale_output
 from models.optimizer import warmup_cosine
 from utils import storage
@@ -114,7 +122,6 @@ def _finetune(
 
 
 def log_start(tuning: Tuning, progress: Progress) -> None:
-    """Log what is about to run, with the true counts."""
     calendar, cfg = tuning.calendar, tuning.cfg
     millions = sum(p.numel() for p in tuning.model.parameters()) / 1e6
     trained = sum(p.numel() for group in tuning.optimizer.param_groups for p in group["params"]) / 1e6
@@ -144,7 +151,8 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: AnyLog) -> list[st
     score, loss, calibration = measured
     metric = METRICS[tuning.cohort.kind]
     run_log.metrics(progress.step, {"val/loss": loss, metric_name(metric): score})
-    if not progress.is_better(score, loss):
+    best = progress.best
+    if best is not None and (score, -loss) <= (best["score"], -best["loss"]):  # equal scores go by the loss
         return []
     epoch = progress.step / tuning.calendar.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}

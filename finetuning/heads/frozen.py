@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,33 +29,21 @@ from data_setup.loader import EVALUATION_BATCH
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source
-from finetuning.features.familiarity import fit_familiarity
-from finetuning.features.kept import KeptFeatures, features_folder, pooled_of_tokens
-from finetuning.features.pooled import pretrained_encoder
-from finetuning.heads.calibration import calibrate
-from finetuning.heads.epochs import Best, Epochs, hand_over
-from finetuning.heads.head_file import Standardise, head_state
+from finetuning.features.kept import KeptFeatures, pooled_of_tokens, pretrained_encoder
+from finetuning.heads.confidence import calibrate, fit_familiarity
+from finetuning.heads.epochs import Best, Epochs
+from finetuning.heads.head_file import Standardise, head_state, write_head
 from finetuning.heads.objective import METRICS, Task, judge, metric_name, row_losses, to_scores
 from models.heads import build_head, reads_tokens, rescale_output
 from models.optimizer import warmup_cosine
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.run.folder import NO_CHECKPOINT_YET, claim_run_dir
 from utils.run.log import AnyLog, NoLog, log_anew
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
 Member = dict[str, Tensor]  # parameters of a head by name
-
-
-class Inputs(Protocol):
-    """What a head reads of some volumes."""
-
-    @property
-    def at_once(self) -> int:
-        """Volumes that fit into memory together."""
-
-    def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
-        """The head's arguments for the volumes at these places of the cohort's rows."""
 
 
 class PooledInputs:
@@ -67,19 +55,18 @@ class PooledInputs:
         """`features` [m, 2E] are those of the cohort's rows at `places` [m]."""
         scaler = StandardScaler().fit(features[cohort.fold[places] == TRAIN].astype(np.float64))
         self.standardise = Standardise(scaler.mean_, scaler.scale_)
-        self.at_once = len(places)
+        self.at_once = len(places)  # volumes that fit into memory together
         self._place_of = np.full(len(cohort.rows), -1)
         self._place_of[places] = np.arange(len(places))
         self._features = self.standardise(torch.from_numpy(features).to(device))
 
     def read(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        """The head's arguments for the volumes at these places of the cohort's rows."""
         return (self._features[torch.from_numpy(self._place_of[places]).to(self._features.device)],)
 
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """Tokens and their validity, read from the kept features batch by batch."""
-
     kept: KeptFeatures
     cohort: Cohort
     device: torch.device
@@ -89,6 +76,9 @@ class TokenInputs:
         rows = self.cohort.rows[places]
         tokens = torch.from_numpy(self.kept.tokens(rows)).to(self.device).float()
         return tokens, torch.from_numpy(self.kept.valid(rows)).to(self.device)
+
+
+Inputs = PooledInputs | TokenInputs  # what a head reads of some volumes
 
 
 class Grid:
@@ -201,7 +191,6 @@ def train_grid(
 
 
 def epochs_of(cfg: Config, cohort: Cohort) -> Epochs:
-    """The batches of the training volumes."""
     return Epochs.of(cfg, int((cohort.fold == TRAIN).sum()))
 
 
@@ -264,12 +253,6 @@ def head_outputs(head: nn.Module, inputs: Inputs, places: np.ndarray) -> Tensor:
     return torch.cat([head(*inputs.read(places[s : s + inputs.at_once])).cpu() for s in starts])
 
 
-def training_features(kept: KeptFeatures, cohort: Cohort) -> np.ndarray:
-    """Pooled features of TRAIN [n, 2E]; where a head reads tokens, of those that are kept."""
-    rows = cohort.rows[cohort.fold == TRAIN]
-    return pooled_of_tokens(kept, rows) if reads_tokens(kept.cfg.head.kind) else kept.pooled(rows)
-
-
 def head_inputs(
     kept: KeptFeatures, cohort: Cohort, folds: tuple[int, ...] = (TRAIN, VAL)
 ) -> tuple[Inputs, Standardise | None]:
@@ -297,7 +280,7 @@ def train_frozen(
     """Train a head on a checkpoint's features, with the log of a run; returns its file's URL and content."""
     cfg = source.cfg
     encoder = pretrained_encoder(cfg, source.state, source.url)
-    kept = KeptFeatures(encoder, cfg, store, runtime, features_folder(cfg))
+    kept = KeptFeatures(encoder, cfg, store, runtime)
     inputs, standardise = head_inputs(kept, cohort)
     (Path(cfg.run.dir) / "evaluation.json").unlink(missing_ok=True)  # the verdict of an earlier head
     total = epochs_of(cfg, cohort).calendar.total
@@ -305,6 +288,8 @@ def train_frozen(
         head, validation = train_grid(cfg, cohort, inputs, kept.feature_width, runtime.device, run_log)
         is_val, is_train = cohort.fold == VAL, cohort.fold == TRAIN
         outputs = head_outputs(head, inputs, np.flatnonzero(is_val))
+        pooled_of = partial(pooled_of_tokens, kept) if reads_tokens(cfg.head.kind) else kept.pooled
+        features = pooled_of(cohort.rows[is_train])
         state = head_state(
             source,
             store,
@@ -313,7 +298,10 @@ def train_frozen(
             standardise,
             validation,
             calibration=calibrate(cohort.kind, outputs, cohort.target[is_val], cohort.person[is_val]),
-            familiarity=fit_familiarity(training_features(kept, cohort), cohort.person[is_train]),
+            familiarity=fit_familiarity(features, cohort.person[is_train]),
         )
-        url = hand_over(cfg, state, runtime, run_log)
+        url = write_head(cfg, state)
+        claim_run_dir(cfg, runtime)
+        (Path(cfg.run.dir) / NO_CHECKPOINT_YET).unlink(missing_ok=True)
+        run_log.artifact("head", url)
     return url, state

@@ -8,7 +8,7 @@ The file holds tensors and plain values: kind ("head"), head (its weights), head
 num_outputs; task {kind, names, label_column, unit}; encoder {url, checksum}; encoder_weights (None: frozen);
 standardise {mean [F], std [F]} or None; normalisation and geometry of the store; config (YAML);
 participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch);
-calibration (finetuning/heads/calibration.py) and familiarity (finetuning/features/familiarity.py) or None:
+calibration (finetuning/heads/confidence.py) and familiarity (finetuning/heads/confidence.py) or None:
 older files have neither.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +27,8 @@ from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source, find_checkpoint, require_known_place, warn_of_planes
-from finetuning.features.familiarity import Familiarity
-from finetuning.features.kept import KeptFeatures, features_folder
-from finetuning.features.pooled import load_strictly, pretrained_encoder
-from finetuning.heads.calibration import Calibration
+from finetuning.features.kept import KeptFeatures, load_strictly, pretrained_encoder
+from finetuning.heads.confidence import Calibration, Familiarity
 from finetuning.heads.objective import to_scores
 from models.heads import build_head, reads_tokens
 from models.probes.features import pool_tokens
@@ -162,7 +160,28 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
         raise CheckpointError(f"{url}: expected the file of a head, found no {', '.join(lost[:3])}")
     with well_formed(url, "the file of a head"):
         require_size(state, url, len(state["task"]["names"]))
-        return _built(state, url, options, encoder_url)
+        cfg = config_of_yaml(state["config"], url)
+        if state["encoder_weights"] is None:
+            encoder = pretrained_encoder(cfg, *checkpoint_of(state, url, options, encoder_url))
+        else:
+            encoder = trained_encoder(cfg, state["encoder_weights"], f"{url}: encoder_weights")
+        module = build_head(
+            state["head_kind"], encoder.feature_width, state["num_outputs"], state["hidden"], state["dropout"]
+        )
+        load_strictly(module, state["head"], f"{url}: head")
+        scale = state["standardise"]
+        return Head(
+            url,
+            state["checksum"],
+            module.eval().requires_grad_(False),
+            encoder,
+            state["encoder_weights"] is None,
+            None if scale is None else Standardise(scale["mean"], scale["std"]),
+            cfg,
+            state["task"]["kind"],
+            tuple(state["task"]["names"]),
+            state,
+        )
 
 
 def require_size(state: dict[str, Any], url: str, most: int) -> None:
@@ -170,31 +189,6 @@ def require_size(state: dict[str, Any], url: str, most: int) -> None:
     for name, highest in (("num_outputs", max(1, most)), ("hidden", WIDEST)):
         if name in state and not 1 <= state[name] <= highest:
             raise CheckpointError(f"{url}: {name}: expected 1 to {highest}, found {state[name]}")
-
-
-def _built(state: dict[str, Any], url: str, options: StorageOptions | None, encoder_url: str | None) -> Head:
-    cfg = config_of_yaml(state["config"], url)
-    if state["encoder_weights"] is None:
-        encoder = pretrained_encoder(cfg, *checkpoint_of(state, url, options, encoder_url))
-    else:
-        encoder = trained_encoder(cfg, state["encoder_weights"], f"{url}: encoder_weights")
-    module = build_head(
-        state["head_kind"], encoder.feature_width, state["num_outputs"], state["hidden"], state["dropout"]
-    )
-    load_strictly(module, state["head"], f"{url}: head")
-    scale = state["standardise"]
-    return Head(
-        url,
-        state["checksum"],
-        module.eval().requires_grad_(False),
-        encoder,
-        state["encoder_weights"] is None,
-        None if scale is None else Standardise(scale["mean"], scale["std"]),
-        cfg,
-        state["task"]["kind"],
-        tuple(state["task"]["names"]),
-        state,
-    )
 
 
 def trained_encoder(cfg: Config, weights: dict[str, Tensor], where: str) -> VisionTransformer3D:
@@ -220,29 +214,17 @@ def checkpoint_of(
     return checkpoint, source
 
 
-class OnGrid(Protocol):
-    """A head of any kind."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def state(self) -> dict[str, Any]: ...
-
-
-def require_same_grid(head: OnGrid, store: PreparedStore) -> None:
-    """Raise UserError unless the store's volumes are on the grid that the head was trained on. Planes of
+def require_same_grid(state: dict[str, Any], url: str, store: PreparedStore) -> None:
+    """Raise UserError unless the store's volumes are on the grid of the head at `url`. Planes of
     another rule are a warning: a store of today can be asked by a head of before.
     """
     for key in ("normalisation", "geometry"):
-        expected, actual = head.state[key], store.attrs[key]
+        expected, actual = state[key], store.attrs[key]
         if key == "geometry":
-            warn_of_planes(store, rule_of(expected), head.url)
+            warn_of_planes(store, rule_of(expected), url)
             expected, actual = ({**part, "planes": store.planes} for part in (expected, actual))
         if actual != expected:
-            raise UserError(
-                f"{store.url}: {key}: expected {head.state[key]} of {head.url}, found {store.attrs[key]}"
-            )
+            raise UserError(f"{store.url}: {key}: expected {state[key]} of {url}, found {store.attrs[key]}")
 
 
 def predict_rows(head: Head, store: PreparedStore, rows: np.ndarray, runtime: Runtime) -> np.ndarray:
@@ -251,7 +233,7 @@ def predict_rows(head: Head, store: PreparedStore, rows: np.ndarray, runtime: Ru
     Features of a frozen encoder are kept (finetuning.features). Raises UserError where the store's geometry
     or normalisation is not what the head was trained on.
     """
-    require_same_grid(head, store)
+    require_same_grid(head.state, head.url, store)
     module = head.module.to(runtime.device)
     with torch.no_grad():
         outputs = [module(*arguments).cpu() for arguments in _arguments(head, store, rows, runtime)]
@@ -262,7 +244,7 @@ def _arguments(
     head: Head, store: PreparedStore, rows: np.ndarray, runtime: Runtime
 ) -> Iterator[tuple[Tensor, ...]]:
     """What the head reads, batch by batch, on the device."""
-    kept = KeptFeatures(head.encoder, head.cfg, store, runtime, features_folder(head.cfg))
+    kept = KeptFeatures(head.encoder, head.cfg, store, runtime)
     of_tokens, size = reads_tokens(head.state["head_kind"]), EVALUATION_BATCH
     scale = head.standardise or (lambda features: features)
     if not head.is_frozen:

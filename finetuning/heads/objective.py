@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
-from finetuning.cohort.metrics import observed
-from finetuning.cohort.predictions import Predictions, pool
+from finetuning.cohort.metrics import Predictions, observed, pool
 from models.probes.participants import participant_weights
 from utils.config.schema import Config
 from utils.errors import UserError

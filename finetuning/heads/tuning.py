@@ -1,9 +1,13 @@
-"""What travels through a full fine-tuning, its batches, what is saved of it, and its trial step.
+"""A full fine-tuning: the model, the learning rate of each layer, one update, its batches, what is saved of
+it.
 
 In: a source, its store and cohort. Out: a `Tuning` with the batch size that fits; `Examples`, the augmented
 volumes of data_setup.loader, each with `truth` and `weight` [B, T], in the order of pre-training, so that
 world size, accumulation and workers change nothing; its `Progress`, restored from the newest checkpoint,
-which holds everything that the next step depends on.
+which holds everything that the next step depends on. Of normalised volumes [B, C, D, H, W], the validity of
+their tokens [B, N] and, in training, the samples' own seeds the model gives the head's outputs
+[B, num_outputs]. Layer-wise decay of the rates: Clark et al. 2020 (arXiv:2003.10555), as BEiT and MAE
+fine-tune. Legend: models/vit3d.py.
 """
 
 from __future__ import annotations
@@ -17,27 +21,36 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from data_setup.loader import Batch, Loader
+from data_setup.normalisation import view
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, Cohort
 from finetuning.cohort.source import Source
-from finetuning.features.pooled import load_strictly, pretrained_encoder
-from finetuning.heads.objective import Task
-from finetuning.heads.tuned import TunedModel, layer_groups, update_model
+from finetuning.features.kept import load_strictly, pretrained_encoder
+from finetuning.heads.epochs import newest_of_run
+from finetuning.heads.objective import Task, row_losses
 from models.engine_kernels import choose_kernels
-from models.optimizer import build_adamw, keep_state
+from models.heads import AttentiveHead, build_head
+from models.optimizer import blocks_above, build_adamw, keep_state
+from models.probes.features import token_moments
+from models.stochastic import Stochastic
+from models.vit3d import Recompute, VisionTransformer3D, recompute_block
 from utils.batch_size import settle_batch
-from utils.checkpoint import CheckpointError, load_newest, to_host
-from utils.config.load import accumulation_steps, config_of_yaml, to_yaml
-from utils.config.schema import Config, keys_with
-from utils.errors import UserError
+from utils.checkpoint import to_host
+from utils.config.load import accumulation_steps, to_yaml
+from utils.config.schema import Config
 from utils.run.calendar import Calendar
-from utils.run.folder import refuse_changes, refuse_lost_checkpoints, require_one_run
+from utils.run.folder import require_one_run
 from utils.run.progress import RunProgress
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
 
+LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root has no value at 0
+MASK_TOKEN = "mask_token"  # which no whole volume meets
+# parameters of two axes or more that are no matrices, so do not decay
+TABLES = ("pos_embed", "prefix_tokens", "query")
 log = logging.getLogger(__name__)
 KIND = "finetune"  # of a checkpoint; pre-training's has none
 # what an update reads of a batch; masks stay behind
@@ -45,6 +58,159 @@ FIELDS = (
     *("volume", "matrix", "valid_box", "mean", "std", "intensity", "noise_seed"),
     *("sample_seed", "token_valid"),
 )
+
+
+class SeededDropout(nn.Module):
+    """Dropout whose masks are drawn from the samples' seeds, so that a resumed run draws them again."""
+
+    noise: Stochastic | None = None  # of the forward pass that is going on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.noise is None else self.noise.dropout(x)
+
+
+class HeadOnTokens(nn.Module):
+    """A head of models.heads on the tokens of an encoder, whose features are not standardised."""
+
+    def __init__(self, head: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.head, self.rate = head, dropout
+        self.head.dropout = SeededDropout()  # in place of one that draws from torch's generator
+
+    def forward(
+        self, tokens_BNE: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None, drawn: int = 0
+    ) -> Tensor:
+        """`drawn`: numbers of each sample's stream that the encoder has used."""
+        dropout = self.head.dropout
+        assert isinstance(dropout, SeededDropout)
+        dropout.noise = None
+        if seed_B is not None and self.rate > 0:
+            dropout.noise = Stochastic(seed_B, self.rate, 0.0)
+            dropout.noise.drawn = drawn
+        if isinstance(self.head, AttentiveHead):
+            return self.head(tokens_BNE, valid_BN)
+        mean_BE, variance_BE = token_moments(tokens_BNE, valid_BN)
+        return self.head(torch.cat([mean_BE, variance_BE.clamp(min=LEAST_VARIANCE).sqrt()], dim=1))
+
+
+class TunedModel(nn.Module):
+    """Encoder and head. With `seed_B` a pass draws dropout and stochastic depth from the samples' seeds."""
+
+    def __init__(self, encoder: VisionTransformer3D, num_outputs: int, cfg: Config) -> None:
+        """The head is drawn from torch's global generator; the encoder's mask token, which no volume meets
+        here, stays as it is.
+        """
+        super().__init__()
+        self.encoder = encoder
+        head = build_head(
+            cfg.head.kind, encoder.feature_width, num_outputs, cfg.head.hidden, cfg.head.dropout
+        )
+        self.top = HeadOnTokens(head, cfg.head.dropout)
+        self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
+        if cfg.train.activation_checkpointing:
+            self.checkpoint_activations(recompute_block)
+        for name, parameter in encoder.named_parameters():
+            parameter.requires_grad_(is_read(encoder, name))
+
+    def checkpoint_activations(self, recompute: Recompute) -> None:
+        """Keep only the blocks' inputs for the backward pass; an engine may bring its own `recompute`."""
+        self.encoder.recompute = recompute
+
+    def forward(self, view_BCDHW: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None) -> Tensor:
+        noise = None
+        if seed_B is not None and (self.dropout > 0 or self.drop_path > 0):
+            noise = Stochastic(seed_B, self.dropout, self.drop_path)
+        tokens_BNE = self.encoder(view_BCDHW, noise=noise)
+        return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
+
+
+def is_read(encoder: VisionTransformer3D, name: str) -> bool:
+    """Whether features rest on this parameter: not on the mask token, nor on blocks after their last one."""
+    last = max(encoder.feature_blocks, default=encoder.depth)
+    return name != MASK_TOKEN and (not name.startswith("blocks.") or int(name.split(".")[1]) < last)
+
+
+def layer_groups(
+    encoder: VisionTransformer3D | None, top: nn.Module, weight_decay: float, layer_decay: float
+) -> list[dict[str, Any]]:
+    """AdamW groups, each with `rate_share`: layer_decay to the power of the number of blocks above.
+
+    `top`, last norm and last block have the full rate, patches and positions the smallest; an encoder that is
+    never trained is None. Weight decay on matrices only. Every parameter that is ever trained is in one
+    group.
+    """
+    groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
+
+    def add(name: str, parameter: nn.Parameter, above: int) -> None:
+        is_matrix = parameter.ndim > 1 and name.split(".")[-1] not in TABLES
+        groups.setdefault((above, is_matrix), []).append(parameter)
+
+    moved = {}
+    if encoder is not None:
+        moved = {name: p for name, p in encoder.named_parameters() if is_read(encoder, name)}
+        depth = max(encoder.feature_blocks, default=encoder.depth)
+    for name, parameter in moved.items():
+        add(name, parameter, blocks_above(name, depth))
+    for name, parameter in top.named_parameters():
+        add(name, parameter, 0)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if is_matrix else 0.0,
+            "rate_share": layer_decay**above,
+        }
+        for (above, is_matrix), parameters in groups.items()
+    ]
+
+
+@dataclass
+class UpdateResult:
+    """Device tensors of one update."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    is_finite: Tensor
+
+
+def update_model(
+    model: TunedModel,
+    optimizer: torch.optim.AdamW,
+    batches: list[Batch],
+    cfg: Config,
+    runtime: Runtime,
+    rate: float,
+    *,
+    enabled: bool = True,
+) -> UpdateResult:
+    """One update from this process's micro-batches of one global batch; the result is the whole batch's.
+
+    With `enabled=False` the update does all of its work and moves nothing. No branch here depends on a tensor
+    and nothing is read back to the host: an update that is not finite is skipped by a select on the device.
+    """
+    samples, kind = cfg.train.global_batch_size, cfg.task.kind
+    model.train()
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum = torch.zeros((), device=runtime.device)
+    for number, batch in enumerate(batches, 1):
+        volume, valid_BN = view(batch, 0), batch["token_valid"].float()
+        sums = number == len(batches)
+        with runtime.autocast():
+            outputs_BC = runtime.group.replica(model, sums=sums)(volume, valid_BN, batch["sample_seed"])
+        losses_BT = row_losses(kind, outputs_BC.float(), batch["truth"])  # of labels the mean
+        objective = (losses_BT * batch["weight"]).mean(dim=1).sum() / samples
+        runtime.group.backward(objective)
+        loss_sum = loss_sum + objective.detach()
+
+    loss_sum = runtime.group.sum(loss_sum)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    grad_norm = torch.nn.utils.clip_grad_norm_(trained, cfg.optim.clip_grad_norm)
+    is_finite = torch.isfinite(grad_norm) & torch.isfinite(loss_sum) & enabled
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["rate_share"]
+    # the optimizer's own select: with found_inf = 1 neither parameters nor moments nor its step count move
+    optimizer.found_inf = 1.0 - is_finite.float()  # type: ignore[attr-defined]  # read by the fused kernels
+    optimizer.step()
+    return UpdateResult(loss_sum, grad_norm, is_finite)
 
 
 class Examples:
@@ -91,8 +257,6 @@ class Examples:
 
 @dataclass(frozen=True)
 class Tuning:
-    """One fine-tuning on this process."""
-
     source: Source
     store: PreparedStore
     cohort: Cohort
@@ -108,7 +272,6 @@ class Tuning:
 
 
 def open_tuning(source: Source, store: PreparedStore, cohort: Cohort, runtime: Runtime) -> Tuning:
-    """The checkpoint's encoder with a new head."""
     cfg = source.cfg
     examples = Examples(cfg, store, cohort)
     torch.manual_seed(cfg.seed)
@@ -129,10 +292,6 @@ class Progress(RunProgress):
         super().__init__(runtime, state)
         self.best: dict[str, Any] | None = state["best"]
 
-    def is_better(self, score: float, loss: float) -> bool:
-        """Whether a validation beats all before it; equal scores go by the loss."""
-        return self.best is None or (score, -loss) > (self.best["score"], -self.best["loss"])
-
     def is_over(self, tuning: Tuning) -> bool:
         """Whether all updates are made, or no epoch of finetune.patience was better than the best."""
         if self.owes_validation:
@@ -146,7 +305,6 @@ class Progress(RunProgress):
         return self.step >= calendar.total or is_tired
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for the checkpoint."""
         return {**super().state_dict(), "best": self.best}
 
 
@@ -196,30 +354,18 @@ def restore(tuning: Tuning) -> Progress:
 def _read(tuning: Tuning) -> dict[str, Any] | None:
     """Weights, moments, progress of the newest intact checkpoint, if any; UserError for another run's."""
     cfg, source = tuning.cfg, tuning.source
-    where = str(cfg.train.ckpt_dir)
-    state = load_newest(where, cfg.data.storage_options)
-    if state is None:
-        refuse_lost_checkpoints(cfg)
-        return None
-    if state.get("kind") != KIND:
-        raise CheckpointError(
-            f"{where}: expected checkpoints of a fine-tuning, found those of a pre-training"
-        )
-    refuse_changes(
-        config_of_yaml(state["config"], where, to_go_on=True), cfg, where, moved=keys_with("is_place")
-    )
     data, truth = cfg.data.store, cohort_checksum(tuning.cohort, tuning.store)
-    expected = {
-        "total_steps": (tuning.calendar.total, f"a run of {state['total_steps']} updates"),
-        "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
-        "cohort_sha256": (truth, f"the labelled volumes of {data}"),
-        "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {data}"),
-    }
-    for key, (value, text) in expected.items():
-        if state[key] != value:
-            raise UserError(f"{where}: expected {text} as the run began, found another; use another run.dir")
-    log.info("resuming from step %d of %s", state["step"], where)
-    return {name: state[name] for name in ("model", "optimizer", "progress")}
+
+    def expected_of(state: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+        return {
+            "total_steps": (tuning.calendar.total, f"a run of {state['total_steps']} updates"),
+            "encoder_checksum": (source.state["checksum"], f"the checkpoint {source.url}"),
+            "cohort_sha256": (truth, f"the labelled volumes of {data}"),
+            "normalisation": (tuning.store.attrs["normalisation"], f"the normalisation of {data}"),
+        }
+
+    state = newest_of_run(cfg, KIND, ("a fine-tuning", "a pre-training"), expected_of)
+    return None if state is None else {name: state[name] for name in ("model", "optimizer", "progress")}
 
 
 def settle_memory(tuning: Tuning, step: int) -> Tuning:

@@ -26,13 +26,11 @@ from data_setup.readers.labels import read_label_surfaces
 from data_setup.readers.makers import kinds
 from data_setup.readers.open_record import kind_by_name, peek_record
 from data_setup.store.format import KEPT
-from finetuning.dense.layers.volumes import RETINA
+from finetuning.answers.same_eye import icc
+from finetuning.dense.surfaces import RETINA, Foveas, measured
 from finetuning.embedding.scans import Scan
-from finetuning.prediction.lines import Line
+from finetuning.prediction.lines import WHOLE, Line, rows_of
 from finetuning.prediction.picture import NOTICE, plain_text
-from finetuning.prediction.study import WHOLE, rows_of
-from finetuning.prediction.thickness import Foveas, measured
-from finetuning.same_eye.measures import icc
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import shown
@@ -51,7 +49,11 @@ def write_agreement(
 ) -> None:
     """Write the three files where a scan has drawn surfaces, else nothing; raises StorageError."""
     asked = [(line, scans[line["path"]]) for line in lines if line["path"] in scans]
-    drawn = [(line, scan) for line, scan in asked if scan.surfaces or _kind(scan) in kinds.LAYERED]
+    drawn = [
+        (line, scan)
+        for line, scan in asked
+        if scan.surfaces or kind_by_name(scan.record.url) in kinds.LAYERED
+    ]
     rows = [row for line, scan in drawn for row in _pairs(line, scan, foveas, options)]
     if not rows:
         return
@@ -88,7 +90,9 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
         return []
     record = scan.record
     try:
-        header = peek_record(record, _size(record.url, options), options)
+        is_folder = bool(storage.list_names(record.url, options))
+        size = 0 if is_folder else storage.stat(kinds.split_part(record.url)[0], options).size
+        header = peek_record(record, size, options)
         given_surfaces = _given(scan, header, options)
     except (OCTReadError, storage.StorageError) as error:
         say(f"{shown(scan.surfaces or record.url)}: given surfaces are not used: {error}")
@@ -116,23 +120,14 @@ def _pairs(line: Line, scan: Scan, foveas: Foveas, options: StorageOptions) -> l
     ]
 
 
-def _kind(scan: Scan) -> str | None:
-    return kind_by_name(scan.record.url)
-
-
 def _given(
     scan: Scan, header: OCTHeader, options: StorageOptions
 ) -> tuple[np.ndarray, tuple[str, ...]] | None:
     """(rows [S, D, W], names) of label_surfaces, else of the maker's file itself; None without any."""
     if scan.surfaces:
         return read_label_surfaces(scan.surfaces, header.shape, options, header.sop_instance_uid)
-    layers = layers_in(scan.record.url, _kind(scan) or "", header.spacing_mm, options)
+    layers = layers_in(scan.record.url, kind_by_name(scan.record.url) or "", header.spacing_mm, options)
     return None if layers is None else (layers.heights, layers.names)
-
-
-def _size(url: str, options: StorageOptions) -> int:
-    """Bytes of a file, 0 of a folder."""
-    return 0 if storage.list_names(url, options) else storage.stat(kinds.split_part(url)[0], options).size
 
 
 def bland_altman(predicted_N: np.ndarray, given_N: np.ndarray) -> dict[str, float]:

@@ -17,27 +17,18 @@ import numpy as np
 import yaml
 from scipy.ndimage import label
 
-from data_setup.export.predictions import (
-    load_highdicom,
-    write_height_map,
-    write_nifti,
-    write_npz,
-    write_png,
-    write_seg,
-)
+from data_setup.export import predictions
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.open_record import kind_by_name
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, UNREAD
+from finetuning.cohort.ledger import values_digest
 from finetuning.dense.head import DenseHead
-from finetuning.dense.layers.volumes import RETINA, layers_of
+from finetuning.dense.surfaces import NOT_GIVEN, RETINA, Foveas, layers_of, measured
 from finetuning.dense.whole import WholeScan, classes_of_scan, outputs_of, read_whole, surfaces_of_scan
 from finetuning.embedding.scans import Scan, require_file, version_of
 from finetuning.embedding.stream import Fault, rejected
-from finetuning.features.digests import values_digest
-from finetuning.prediction.cautions import cautions_of
-from finetuning.prediction.lines import Line
-from finetuning.prediction.thickness import NOT_GIVEN, Foveas, measured
+from finetuning.prediction.lines import Line, cautions_of
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError
@@ -80,9 +71,13 @@ class Files:
         self.options, self.anonymous, self.foveas = cfg.data.storage_options, anonymous, foveas
         self.of_layers = form == HEIGHTMAP or head.state.get("kind") == LAYERS
         if form == "seg":
-            load_highdicom()
+            predictions.load_highdicom()
         _require_names(scans)
         self.scans = {scan.record.path: scan for scan in scans}
+        is_of_a_scan = form in OF_A_SCAN
+        self.about: Line = {"format": form} | ({"anonymous": anonymous} if is_of_a_scan else {})
+        self.notes = (ANONYMOUS if anonymous else NAMED,) if is_of_a_scan else ()  # a person reads them first
+        self.versions = {path: version_of(scan.record, self.options) for path, scan in self.scans.items()}
         self.classes: dict[str, int] = (
             {name: value for value, name in enumerate(layers_of(head.names), 1) if name != RETINA}
             if self.of_layers
@@ -92,27 +87,11 @@ class Files:
             named = {value: name for name, value in self.classes.items()}
             storage.write_text(storage.join(out, "label_classes.yaml"), yaml.safe_dump(named), self.options)
 
-    @property
-    def about(self) -> Line:
-        """Common to all lines."""
-        return {"format": self.form} | ({"anonymous": self.anonymous} if self.form in OF_A_SCAN else {})
-
-    @property
-    def notes(self) -> Sequence[str]:
-        """What a person reads first: whom the files name."""
-        return (ANONYMOUS if self.anonymous else NAMED,) if self.form in OF_A_SCAN else ()
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Path of a scan -> a digest that changes with its file."""
-        return {path: version_of(scan.record, self.options) for path, scan in self.scans.items()}
-
     def has_files(self, line: Line) -> bool:
         """Whether what an earlier line names is there."""
         return storage.exists(line["file"], self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
-        """Those of some scans, in their order."""
         return (self.line(self.scans[path]) for path in paths)
 
     def line(self, asked: Scan) -> Line:
@@ -158,9 +137,9 @@ class Files:
         in_file = scan.header.to_file_order(rows, 1)
         if form == HEIGHTMAP:
             version = head.checksum[:DIGITS]
-            write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
+            predictions.write_height_map(in_file, head.names, url, version, place, options, self.anonymous)
         elif form == NPZ:
-            write_npz({"surfaces": in_file, "names": np.array(head.names)}, place, options)
+            predictions.write_npz({"surfaces": in_file, "names": np.array(head.names)}, place, options)
         else:
             self._write_classes(between(rows, scan.header.shape[1]), asked, scan, place)
         fields = scan.fields | asked.facts(scan.header) | {"path": asked.record.path}
@@ -171,15 +150,15 @@ class Files:
         """Classes in the order of the reader's frames as a file."""
         options, in_file = self.options, scan.header.to_file_order(labels)
         if self.form == "nifti":
-            write_nifti(labels, scan.header, asked.record.path, place, options)
+            predictions.write_nifti(labels, scan.header, asked.record.path, place, options)
         elif self.form == NPZ:
-            write_npz({"labels": in_file}, place, options)
+            predictions.write_npz({"labels": in_file}, place, options)
         elif self.form == "png":
-            write_png(in_file, place, options)
+            predictions.write_png(in_file, place, options)
         else:
             classes = {value: name for name, value in self.classes.items()}
             version = self.head.checksum[:DIGITS]
-            write_seg(in_file, classes, scan.header, version, place, options, self.anonymous)
+            predictions.write_seg(in_file, classes, scan.header, version, place, options, self.anonymous)
 
 
 def between(rows_SDW: np.ndarray, num_rows: int) -> np.ndarray:

@@ -1,28 +1,74 @@
-"""A line a scan, written as the scan is done, so that the same command goes on after a kill.
+"""A line a scan, written as the scan is done, so that the same command goes on after a kill; and study.csv.
 
 In: the file, the scans that are asked about, what is common to all lines. Out: what is done, and the file. A
 line is done when versions, format, precision, anonymity and fovea are those of now, and what it names is
 there. Lines of rejects are made again; those of other scans and formats stay; a half line does not count. A
 line that cannot be written ends the command: here the lines are what was asked for.
+
+A line's warnings say what weakens a prediction, from what was measured of its volume: the fields of the
+store's index, and how far its features lie from those of training. A volume without one is not thereby good.
+
+study.csv has a row for each number that a head gave of each scan, those of earlier starts among them, sorted
+by person, eye and scan. Columns: person, eye, visit_date (where asked for), scan; then
+    layers        layer, sector (`scan`: mean over the scan; nine of ETDRS), um
+    segmentation  class, nl, lesions
+    translation   slab, mean
+    labels        predicted, label, score, probability
+and note: why there is no number, or why none is to be relied on.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from data_setup.index.visit import visit_date_of
+from data_setup.protocols import OTHER_RASTERS_MM, PROTOCOLS
 from data_setup.store.format import KEPT
+from data_setup.store.summary import LOW_VALID_FRACTION
+from finetuning.embedding.scans import Scan
+from finetuning.heads.confidence import FAR_PERCENTILE
 from utils import storage
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
+from utils.errors import UserError, shown
 from utils.storage.errors import named_errors, split_scheme
+from utils.terminal import say
 
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
 SAME = ("format", "precision", "anonymous", "fovea_option")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
 Line = dict[str, Any]
+WHOLE = "scan"  # the sector of a mean over the whole scan
+COLUMNS = {
+    "layers": ("layer", "sector", "um"),
+    "segmentation": ("class", "nl", "lesions"),
+    "translation": ("slab", "mean"),
+}
+OF_LABELS = ("predicted", "label", "score", "probability")
+Row = dict[str, Any]
+HIGH_LOST_FRACTION = 0.25  # of the scan, outside the grid
+LOW_SIGNAL_DB = 6.0  # half of what quality asks for
+HIGH_CLIPPED_SHARE = 0.1
+FAULTS = {  # column of the index -> (value that is warned of, the line)
+    "motion_um": (30.0, "B-scans jump by {:.0f} um axially on average"),
+    "missing_share": (0.05, "{:.0%} of the B-scans are blank or repeated"),
+    "saturated_share": (0.05, "{:.0%} of the grey values are saturated"),
+}
+SPACING_MARGIN = 1.1  # beyond the protocols' own extremes
+AXES = {"d": "between B-scans", "h": "axial", "w": "between A-scans"}
+# what no eye of those that were measured shows (finetuning/embedding/volumes.py)
+UPRIGHT_SHARE, UPSIDE_DOWN_SHARE = 0.85, 0.15
+INVERTED_SKEW = -0.25
+DARK_GREY = 80.0
+UNORDERED_SHARE = 0.75
+FIELD_MM = {"d": (2.5, 16.0), "h": (1.0, 7.0), "w": (2.5, 24.0)}  # of 15 x 10 degrees to ultra-wide
+WIDEST_SHARE = 1.6  # of a field across its B-scans, to that along them
+FIELDS = {"d": "across B-scans", "h": "in depth", "w": "along B-scans"}
+NO_ANSWER = "NO ANSWER: too far from what the head was trained on"
 
 
 class Lines:
@@ -64,7 +110,6 @@ class Lines:
 
     @property
     def all(self) -> list[Line]:
-        """Those of this start and of earlier ones."""
         return list(self._lines)
 
     def add(self, line: Line) -> None:
@@ -78,7 +123,6 @@ class Lines:
             self._write_all()
 
     def close(self) -> None:
-        """Write what is not written yet."""
         if self._file is not None:
             with named_errors(self.url), self._file:
                 os.fsync(self._file.fileno())  # some disks say only now that they are full
@@ -90,7 +134,6 @@ class Lines:
         storage.write_text(self.url, text, self._options)
 
     def _earlier(self) -> list[Line]:
-        """The lines of earlier starts with this head."""
         if not storage.exists(self.url, self._options):
             return []
         lines, checksum = [], self._common["head_sha256"]
@@ -122,3 +165,150 @@ def _append(file: IO[bytes], line: bytes) -> None:
     except OSError:
         file.truncate(size)
         raise
+
+
+def write_study(
+    url: str,
+    kind: str,
+    lines: Sequence[Line],
+    scans: Mapping[str, Scan],
+    with_dates: bool,
+    options: StorageOptions,
+) -> None:
+    """Write the table and say what it holds, in a line; raises StorageError."""
+    rows, dates = list[Row](), dict[str, str]()
+    for line in lines:
+        scan = scans.get(line["path"])
+        person = line.get("person") or (scan.person if scan else "")
+        facts: Row = {"person": person, "eye": _eye(line, scan), "scan": line["path"]}
+        if with_dates and scan is not None:
+            facts["visit_date"] = dates[line["path"]] = visit_date_of(scan.record.url, options)
+        rows += [facts | row for row in rows_of(line)]
+    rows.sort(key=lambda row: (str(row["person"]), row["eye"], str(row["scan"])))
+    names = ["person", "eye", *(["visit_date"] if with_dates else []), "scan"]
+    names += [*COLUMNS.get(kind, OF_LABELS), "note"]
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([_cell(row.get(name)) for name in names] for row in rows)
+    storage.write_text(url, buffer.getvalue(), options)
+    eyes = {(row["person"], row["eye"]) for row in rows}
+    say(f"{url}: {len(rows)} lines, {len(eyes)} eyes of {len({person for person, _ in eyes})} people")
+    if without := [path for path, date in dates.items() if not date]:
+        say(f"--visit-date: {len(without)} of {len(dates)} scans say none, the first {shown(without[0])}")
+
+
+def _eye(line: Line, scan: Scan | None) -> str:
+    side = str(line.get("laterality") or (scan.laterality if scan else ""))
+    return side if side in ("L", "R") else ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else shown(value)
+
+
+def rows_of(line: Line) -> Iterator[Row]:
+    """The rows of a line; one with its reason where it has no number."""
+    if line["status"] != KEPT:
+        yield {"note": f"not measured: {line['status']}: {line.get('message') or ''}"}
+        return
+    percentile = line.get("feature_distance_percentile")
+    far = {"note": NO_ANSWER} if is_far(percentile) else {}
+    for layer, um in line.get("thickness_um", {}).items():
+        sectors = (line.get("etdrs_um") or {}).get(layer, {})
+        for sector, value in {WHOLE: um, **sectors}.items():
+            unknown = {} if value is not None else {"note": "too little of it is in the scan"}
+            yield {"layer": layer, "sector": sector, "um": value} | unknown | far
+    if line.get("etdrs_message"):
+        yield {"sector": "ETDRS", "note": f"no sectors: {line['etdrs_message']}"}
+    for name, size in line.get("classes", {}).items():
+        yield {"class": name, "nl": 1000 * size["mm3"], "lesions": size.get("lesions")} | far
+    for name, value in line.get("mean", {}).items():
+        yield {"slab": name, "mean": value} | far
+    predicted = line.get("predicted")
+    text = "; ".join(predicted) if isinstance(predicted, list) else predicted
+    for name, score in line.get("scores", {}).items():
+        probability = (line.get("probabilities") or {}).get(name)
+        yield {"predicted": text, "label": name, "score": score, "probability": probability} | far
+
+
+def cautions_of(fields: Mapping[str, Any], percentile: float | None) -> list[str]:
+    """Warnings of one volume; `percentile` of its feature distance, None where the head knows none."""
+    texts = [*_looks(fields), *_spacing(fields)]
+    if fields["valid_fraction"] < LOW_VALID_FRACTION:
+        texts.append(f"{fields['valid_fraction']:.0%} of the grid lies inside the scan")
+    if fields["lost_fraction"] > HIGH_LOST_FRACTION:
+        texts.append(f"{fields['lost_fraction']:.0%} of the scan lies outside the grid")
+    if fields["orientation_source"] in ("assumed", "unknown"):
+        texts.append(f"direction of the B-scans: {fields['orientation_source']}")
+    if fields["signal_db"] < LOW_SIGNAL_DB:
+        texts.append(f"weak signal: {fields['signal_db']:.1f} dB over the background")
+    if fields["clipped_share"] > HIGH_CLIPPED_SHARE:
+        texts.append(f"the retina touches the scan's edge in {fields['clipped_share']:.0%} of the A-scans")
+    for name, (limit, text) in FAULTS.items():
+        if fields[name] > limit:
+            texts.append(text.format(fields[name]))
+    if is_far(percentile):
+        texts.append(
+            f"features farther from the training set than {percentile:.0f} % of its held-out volumes"
+        )
+    return texts
+
+
+def is_far(percentile: float | None) -> bool:
+    """Whether a head has no answer for a volume; one that knows no distance has."""
+    return percentile is not None and percentile >= FAR_PERCENTILE
+
+
+def _looks(fields: Mapping[str, Any]) -> list[str]:
+    """What is no retina, or not as devices write it; nothing of a volume whose frames were not looked at."""
+    if "upright_share" not in fields:
+        return []
+    texts, upright = [], fields["upright_share"]
+    if fields["grey_skew"] < INVERTED_SKEW:
+        texts.append("grey values seem inverted: most of the scan is bright")
+        upright = 1 - upright
+    if upright <= UPSIDE_DOWN_SHARE:
+        texts.append("the retina seems upside down: brightness rises sharply upwards, not downwards")
+    elif not upright >= UPRIGHT_SHARE:
+        texts.append("no layers as a retina has them: another body part, another axis, or noise")
+    if fields["brightest_grey"] < DARK_GREY:
+        texts.append(f"dark: 99.9 % of the grey values are {fields['brightest_grey']:.0f} of 255 or less")
+    if fields["step_share"] > UNORDERED_SHARE:
+        texts.append("neighbouring B-scans are as unlike as any two: they seem to be in another order")
+    return [*texts, *_field(fields)]
+
+
+def _field(fields: Mapping[str, Any]) -> list[str]:
+    """Lengths that no raster has: another pitch than the header says, or a part of a scan."""
+    texts = []
+    for axis, (low, high) in FIELD_MM.items():
+        if not low <= fields[f"field_{axis}"] <= high:
+            texts.append(
+                f"field {FIELDS[axis]}: {fields[f'field_{axis}']:.1f} mm, expected {low:g} to {high:g} mm: "
+                "another spacing than the file says, or part of a scan"
+            )
+    across, along = fields["field_d"], fields["field_w"]
+    if across > WIDEST_SHARE * along:
+        texts.append(
+            f"field {across:.1f} mm across B-scans and {along:.1f} mm along them: another spacing, perhaps"
+        )
+    return texts
+
+
+def _spacing(fields: Mapping[str, Any]) -> list[str]:
+    """Axes whose acquired spacing lies outside that of all known protocols."""
+    texts = []
+    for place, (axis, what) in enumerate(AXES.items()):
+        known = [protocol.spacing_mm[place] for protocol in PROTOCOLS if protocol.is_volume]
+        known += OTHER_RASTERS_MM[place]
+        low, high = min(known) / SPACING_MARGIN, max(known) * SPACING_MARGIN
+        value = float(fields[f"spacing_before_{axis}"])
+        if not low <= value <= high:
+            texts.append(
+                f"spacing {what}: {1000 * value:.1f} um, outside {1000 * low:.1f} to {1000 * high:.1f} um, "
+                "the range of known protocols"
+            )
+    return texts

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from finetuning.prediction.cautions import NO_ANSWER
+from finetuning.prediction.lines import NO_ANSWER
 
 FOR_RGB, AGAINST_RGB, LOOK_RGB = (0.90, 0.22, 0.12), (0.15, 0.45, 0.95), (0.98, 0.75, 0.10)
 LEAST_HEIGHT = 0.34  # of a drawn B-scan, as a share of its width: a flatter one is stretched, and says so
@@ -64,7 +64,6 @@ class Page:
 
 
 def draw(page: Page) -> Figure:
-    """The figure of a page."""
     texts = _texts(page)
     height = len(texts) * LINE_INCH / (TEXT_SHARE if page.bars else TEXT_SHARE_ALONE)
     figure = Figure(figsize=(15.5, max(7.4, height)))
@@ -73,9 +72,8 @@ def draw(page: Page) -> Figure:
     _enface(_areas(figure, (2, 1), (0.265, 0.455), hspace=0.28)[:, 0], page, planes)
     axes = _areas(figure, (len(planes), 2), (0.505, 0.985), hspace=0.32)
     for number, (plane, pair) in enumerate(zip(planes, axes, strict=True), 1):
-        _bscan(pair[0], page, plane)
-        _bscan(pair[1], page, plane)
-        _overlay(pair[1], page, plane)
+        _bscan(pair[0], page, plane, is_overlaid=False)
+        _bscan(pair[1], page, plane, is_overlaid=True)
         d0, d1 = page.valid_box[:2]
         place_mm = (plane + 0.5 - d0) * page.spacing_mm[0]
         pair[0].set_title(
@@ -83,10 +81,12 @@ def draw(page: Page) -> Figure:
             loc="left",
             fontsize="medium",
         )
-        stretch = stretch_of(page)
-        scale = "" if stretch == 1 else f", drawn x {stretch:g}"
+        scale = "" if (stretch := stretch_of(page)) == 1 else f", drawn x {stretch:g}"
         pair[0].set_ylabel(f"depth, mm{scale}", fontsize="small")
-    axes[0, 1].set_title(_map_title(page), loc="left", fontsize="medium", fontweight="bold")
+    of_map = "with the predicted surfaces"
+    if page.values is not None:
+        of_map = "with the evidence" if page.is_signed else "with what the head looks at"
+    axes[0, 1].set_title(of_map, loc="left", fontsize="medium", fontweight="bold")
     for axis in axes[-1]:
         axis.set_xlabel("along the B-scan, mm", fontsize="small")
     figure.legend(handles=_keys(page), loc="lower right", ncols=6, frameon=False, fontsize="medium")
@@ -139,7 +139,6 @@ def chosen_planes(page: Page) -> list[int]:
 
 
 def _texts(page: Page) -> list[str]:
-    """The lines of the text column."""
     texts: list[str] = []
     for line in page.lines:
         texts += [part for row in line.splitlines() for part in textwrap.wrap(row, WRAP)] + [""]
@@ -211,18 +210,6 @@ def _enface(axes: np.ndarray, page: Page, planes: Sequence[int]) -> None:
     second.set_xlabel("along the B-scan, mm", fontsize="small")
 
 
-def _bscan(axis: Axes, page: Page, plane: int) -> None:
-    """One B-scan in millimetres, the acquired part of it."""
-    _, h_mm, w_mm = page.spacing_mm
-    image = page.volume[plane]
-    extent = _extent(image.shape, (h_mm, w_mm), page.valid_box[2::2])
-    axis.imshow(stretched(image), "gray", extent=extent, aspect=stretch_of(page), vmin=0, vmax=1)
-    _, _, h0, h1, w0, w1 = page.valid_box
-    axis.set_xlim(0, (w1 - w0) * w_mm)
-    axis.set_ylim((h1 - h0) * h_mm, 0)
-    axis.tick_params(labelsize="small")
-
-
 def _extent(
     shape: tuple[int, ...], pixel_mm: tuple[float, float], origin: Sequence[int]
 ) -> tuple[float, float, float, float]:
@@ -236,23 +223,23 @@ def _extent(
     )
 
 
-def _overlay(axis: Axes, page: Page, plane: int) -> None:
-    """Evidence or surfaces on a B-scan."""
+def _bscan(axis: Axes, page: Page, plane: int, is_overlaid: bool) -> None:
+    """A B-scan in millimetres, the acquired part of it, and on it evidence or surfaces."""
     _, h_mm, w_mm = page.spacing_mm
-    h0, w0 = page.valid_box[2::2]
-    extent = _extent(page.volume.shape[1:], (h_mm, w_mm), (h0, w0))
-    limits = axis.get_xlim(), axis.get_ylim()
-    if page.values is not None:
+    _, _, h0, h1, w0, w1 = page.valid_box
+    extent, stretch = _extent(page.volume.shape[1:], (h_mm, w_mm), (h0, w0)), stretch_of(page)
+    axis.imshow(stretched(page.volume[plane]), "gray", extent=extent, aspect=stretch, vmin=0, vmax=1)
+    if is_overlaid and page.values is not None:
         of_plane = page.values[min(plane // page.patch[0], len(page.values) - 1)]
         tinted = tint(of_plane, page.is_signed, _full_colour(page.values))
-        axis.imshow(tinted, extent=extent, aspect=stretch_of(page), interpolation="nearest")
-    for number, heights in enumerate(page.surfaces.values()):
-        line = heights[plane]
-        across = (np.arange(len(line)) + 0.5 - w0) * w_mm
+        axis.imshow(tinted, extent=extent, aspect=stretch, interpolation="nearest")
+    for number, heights in enumerate(page.surfaces.values() if is_overlaid else ()):
+        across = (np.arange(heights.shape[1]) + 0.5 - w0) * w_mm
         colour = _line_colour(number, len(page.surfaces))
-        axis.plot(across, (line + 0.5 - h0) * h_mm, color=colour, linewidth=1.0)
-    axis.set_xlim(limits[0])
-    axis.set_ylim(limits[1])
+        axis.plot(across, (heights[plane] + 0.5 - h0) * h_mm, color=colour, linewidth=1.0)
+    axis.set_xlim(0, (w1 - w0) * w_mm)
+    axis.set_ylim((h1 - h0) * h_mm, 0)
+    axis.tick_params(labelsize="small")
 
 
 def _full_colour(values: np.ndarray) -> float:
@@ -288,14 +275,7 @@ def stretch_of(page: Page) -> float:
     return 1.0 if needed < 1.2 else round(needed, 1)
 
 
-def _map_title(page: Page) -> str:
-    if page.values is None:
-        return "with the predicted surfaces"
-    return "with the evidence" if page.is_signed else "with what the head looks at"
-
-
 def _keys(page: Page) -> list[Patch | Line2D]:
-    """What the colours mean."""
     if page.values is None:
         names = enumerate(page.surfaces)
         count = len(page.surfaces)

@@ -18,7 +18,7 @@ from data_setup import resample
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
 from finetuning.dense.whole import OVERLAP, decode
-from finetuning.heads.calibration import Calibration, stored_calibration
+from finetuning.heads.confidence import Calibration, stored_calibration
 from finetuning.heads.head_file import Head, checkpoint_of, open_head
 from finetuning.heads.objective import to_scores
 from models.heads import AttentiveHead

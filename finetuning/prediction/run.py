@@ -2,7 +2,7 @@
 
 In: a head and scans. Out: of labels, surfaces and slabs predictions.jsonl with pictures/, and of the latter
 surfaces/ or slabs/; of classes, or with a format, files in the scan's own geometry with segments.jsonl
-(finetuning/prediction/files.py). Of all study.csv (study.py), and where the scans have drawn surfaces how
+(finetuning/prediction/files.py). Of all study.csv (lines.py), and where the scans have drawn surfaces how
 well the thickness agrees (agreement.py).
 """
 
@@ -19,22 +19,20 @@ import numpy as np
 
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
+from finetuning.cohort.ledger import values_digest
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
+from finetuning.dense.surfaces import read_foveas
 from finetuning.embedding.scans import Places, Scan, find_scans
-from finetuning.embedding.stream import Fault, NoFeaturesError, read_ahead, rejected
+from finetuning.embedding.stream import Fault, read_ahead, rejected
 from finetuning.embedding.volumes import FileVolumes, Reject, Volume
-from finetuning.features.digests import values_digest
 from finetuning.heads.head_file import Head, open_head
 from finetuning.prediction.agreement import write_agreement
-from finetuning.prediction.dense import DensePredictor, SlabPredictor, SurfacePredictor
 from finetuning.prediction.files import HEIGHTMAP, LAYERS, NPZ, OF_A_SCAN, Files, bounded
-from finetuning.prediction.labels import LabelPredictor
-from finetuning.prediction.lines import Line, Lines
+from finetuning.prediction.lines import Line, Lines, write_study
 from finetuning.prediction.picture import plain_text
-from finetuning.prediction.study import write_study
-from finetuning.prediction.thickness import Foveas, read_foveas
+from finetuning.prediction.predictors import DensePredictor, LabelPredictor, SlabPredictor, SurfacePredictor
 from utils import storage
 from utils.config.load import storage_options_of
 from utils.config.schema import Config
@@ -56,13 +54,11 @@ Predictor = LabelPredictor | DensePredictor
 
 
 class Asked(NamedTuple):
-    """What a command line asks for."""
-
     places: Places
     form: str | None = None  # of FORMATS; None: of a head of classes nifti, else answers with pictures
     occlusion: bool = False
     anonymous: bool = True
-    fovea: str | None = None  # as thickness.py reads it
+    fovea: str | None = None  # as dense/surfaces.py reads it
     visit_date: bool = False  # in study.csv
 
 
@@ -75,7 +71,8 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
     kind = head_kind(wanted, storage_options_of(overrides))
     form = "nifti" if asked.form is None and kind == SEGMENTATION else asked.form
     _check(wanted, kind, asked._replace(form=form))
-    head = _open(wanted, kind, overrides)
+    opened = KINDS[kind].open_head if kind in KINDS else open_head
+    head: Head | DenseHead = opened(wanted, storage_options_of(overrides), encoder_place(overrides))
     cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
@@ -89,9 +86,14 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
         if isinstance(head, DenseHead) and form is not None:
             work = Files(head, cfg, scans, form, out, runtime, asked.anonymous, foveas)
         else:
-            planes = rule_of(head.state.get("geometry", {}))
-            predictor = _predictor(head, cfg, runtime, asked.occlusion, foveas)
-            work = Answers(predictor, cfg, scans, out, planes)
+            predictor: Predictor
+            if not isinstance(head, DenseHead):
+                predictor = LabelPredictor(head, cfg, runtime, asked.occlusion)
+            elif kind == LAYERS:
+                predictor = SurfacePredictor(head, cfg, runtime, foveas)
+            else:
+                predictor = SlabPredictor(head, cfg, runtime)
+            work = Answers(predictor, cfg, scans, out, rule_of(head.state.get("geometry", {})))
         lines, code = _write(work, head, cfg, runtime, asked, out, lease)
         lines = [*{line["path"]: line for line in lines}.values()]  # of a scan in two forms the newer
         by_path = {scan.record.path: scan for scan in scans}
@@ -157,22 +159,6 @@ def _write(
     return lines.all, EXIT_FAILURE if num_rejects else EXIT_FINISHED
 
 
-def _open(wanted: str, kind: str, overrides: Sequence[str]) -> Head | DenseHead:
-    """The head, its encoder from the override's place."""
-    opened = KINDS[kind].open_head if kind in KINDS else open_head
-    return opened(wanted, storage_options_of(overrides), encoder_place(overrides))
-
-
-def _predictor(
-    head: Head | DenseHead, cfg: Config, runtime: Runtime, occlusion: bool, foveas: Foveas
-) -> Predictor:
-    if not isinstance(head, DenseHead):
-        return LabelPredictor(head, cfg, runtime, occlusion)
-    if head.state["kind"] == LAYERS:
-        return SurfacePredictor(head, cfg, runtime, foveas)
-    return SlabPredictor(head, cfg, runtime)
-
-
 class Answers:
     """A line with its picture, and the arrays of a prediction, for volumes on the grid; as Files."""
 
@@ -186,28 +172,16 @@ class Answers:
         self.options = cfg.data.storage_options
         self.volumes = FileVolumes(scans, cfg.spatial, cfg.data.storage_options, planes)
         self.person = {scan.record.path: scan.person or None for scan in scans}
-
-    @property
-    def about(self) -> Line:
-        return self.predictor.about
-
-    @property
-    def notes(self) -> Sequence[str]:
-        return self.predictor.notes
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return dict(zip(self.volumes.paths, self.volumes.versions, strict=True))
+        self.about: Line = predictor.about
+        self.notes = predictor.notes
+        self.versions = dict(zip(self.volumes.paths, self.volumes.versions, strict=True))
 
     def has_files(self, line: Line) -> bool:
         """Whether the picture and the arrays that a line names are there, and of what is asked for now."""
-        places = [line.get("picture", ""), line.get("arrays", "")]
-        if not all(place is None or self._is_there(place) for place in places):
-            return False
+        for place in (line.get("picture", ""), line.get("arrays", "")):
+            if place is not None and not (place and storage.exists(f"{self.folder}/{place}", self.options)):
+                return False
         return self.predictor.is_current(line)
-
-    def _is_there(self, place: str) -> bool:
-        return bool(place) and storage.exists(storage.join(self.folder, place), self.options)
 
     def lines(self, paths: Sequence[str]) -> Iterator[Line]:
         row_of = dict(zip(self.volumes.paths, self.volumes.rows, strict=True))
@@ -224,10 +198,7 @@ class Answers:
         with Fault() as fault:
             return line | self._answered(volume)
         assert fault.error is not None
-        if isinstance(fault.error, NoFeaturesError):
-            return line | {"status": fault.error.status, "message": str(fault.error)}
-        reject = rejected(fields, fault.error).fields
-        return line | {name: reject[name] for name in ("status", "message")}
+        return rejected(line, fault.error).fields
 
     def _answered(self, volume: Volume) -> Line:
         """Write a volume's picture and arrays; what is predicted. Raises NoFeaturesError, StorageError."""

@@ -74,8 +74,8 @@ class Alarm:
 class Alarms:
     """Reads the history of a run one line at a time; its state is saved with the run. `has_fixed_targets`:
     what is predicted does not move with the encoder, so that a fall of the rank is not a sign.
-    `has_neighbours`: every feature has a loss on its voxels, so that less of a rank is enough, and volumes may
-    be alike.
+    `has_neighbours`: every feature has a loss on its voxels, so that less of a rank is enough, and volumes
+    may be alike.
     """
 
     def __init__(self, has_fixed_targets: bool = False, has_neighbours: bool = False) -> None:

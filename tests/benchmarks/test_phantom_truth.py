@@ -22,7 +22,7 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.features import yardsticks
-from finetuning.features.pooled import random_encoder
+from finetuning.features.kept import random_encoder
 from finetuning.features.yardsticks import Yardstick
 from models import vit3d
 from models.probes import hidden

@@ -1,7 +1,10 @@
-"""How sure a head may be: its temperature, its distance from the training, what its evidence adds up to."""
+"""How sure a head may be: its temperature, its distance from the training, what its evidence adds up to, also
+by occlusion.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,24 +12,43 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from einops import reduce
 from matplotlib.text import Text
 from scipy.ndimage import gaussian_filter
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.decomposition import PCA
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
 
 from data_setup.manifest import unknown_record
 from data_setup.readers.open_record import open_record
-from finetuning.embedding.looks import COLUMNS, Looks
-from finetuning.features.familiarity import fit_familiarity, stored_familiarity
-from finetuning.heads.calibration import Calibration, calibrate, stored_calibration
+from finetuning.embedding.volumes import LOOKS, Looks
+from finetuning.heads.confidence import (
+    Calibration,
+    calibrate,
+    fit_familiarity,
+    stored_calibration,
+    stored_familiarity,
+)
 from finetuning.heads.head_file import Standardise
-from finetuning.prediction.cautions import NO_ANSWER, cautions_of
-from finetuning.prediction.evidence import ATTENTION, CONTRIBUTIONS, GRADIENT, evidence_of
+from finetuning.prediction.evidence import (
+    ATTENTION,
+    CONTRIBUTIONS,
+    GRADIENT,
+    against_others,
+    block_of,
+    blocks_of,
+    cheap_map,
+    evidence_of,
+    hide,
+    occlusion_map,
+)
+from finetuning.prediction.lines import NO_ANSWER, cautions_of
 from finetuning.prediction.picture import NOTICE, Page, draw
 from models.heads import build_head
 from models.probes.features import pool_tokens
+from tests.support.finetune_factory import RUNTIME, config
 from tests.support.heights_factory import make_tree
 from utils.checkpoint import CheckpointWriter, load_checkpoint
 
@@ -250,7 +272,7 @@ def looked_at(voxels: np.ndarray, spacing_mm: tuple[float, float, float] = SPACI
     looks = Looks()
     for frame in looks.watch(iter(voxels)):
         assert frame.dtype == np.uint8
-    measured = {name: value for name, value in looks.columns(spacing_mm).items() if name in COLUMNS}
+    measured = {name: value for name, value in looks.columns(spacing_mm).items() if name in LOOKS}
     return SOUND | measured | {f"spacing_before_{a}": mm for a, mm in zip("dhw", spacing_mm, strict=True)}
 
 
@@ -322,3 +344,76 @@ def test_a_calibration_says_what_it_did() -> None:
     assert text == (
         "temperature 1.5, fitted on 30 validation participants; log loss of those left out 0.700 -> 0.600"
     )
+
+
+class Means(nn.Module):
+    """A token says the mean of its voxels, four times."""
+
+    def forward(self, view_BCDHW: Tensor) -> Tensor:
+        means = reduce(view_BCDHW, "b c (gd d) (gh h) (gw w) -> b (gd gh gw) c", "mean", d=4, h=8, w=8)
+        return means.expand(-1, -1, 4)
+
+
+@dataclass(frozen=True)
+class Reader:
+    module: nn.Module
+    standardise: None = None
+
+
+def reader(weight: Tensor) -> Reader:
+    """A linear head of two outputs that reads the mean of the tokens, not their deviation."""
+    module = build_head("linear", 4, 2, 0, 0.0).eval().requires_grad_(False)
+    assert isinstance(module.last, nn.Linear)
+    module.last.weight.zero_()
+    module.last.weight[:, :4] = weight
+    module.last.bias.copy_(torch.tensor([0.3, -0.2]))
+    return Reader(module)
+
+
+def test_occlusion_and_contributions_agree_where_the_head_is_linear(tmp_path: Path) -> None:
+    """Of mean tokens, hiding one takes away its own part: two ways to the same map."""
+    cfg = config(tmp_path, tmp_path / "run")
+    torch.manual_seed(0)
+    view, valid = torch.randn(1, 1, 8, 24, 32), torch.ones(1, 24)
+    valid[0, 20:] = 0
+    heads = [reader(torch.tensor([[1.0, 0, 2, 0], [0, 3, 0, 0]])), reader(torch.eye(2, 4))]
+    heads.append(reader(torch.tensor([[0.0] * 4, [1.0, 0, 0, 0]])))
+    weights = against_others(1, 2)
+    maps = [occlusion_map(Means(), head, view, valid, weights, cfg, RUNTIME) for head in heads]
+    for head, values in zip(heads, maps, strict=True):
+        expected = cheap_map(head, Means()(view), valid, weights)[0]
+        torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-4)
+        assert (values[20:] == 0).all()
+    tokens = Means()(view)[0, :20, 0]
+    torch.testing.assert_close(maps[0][:20], 0.0 * tokens, atol=1e-5, rtol=0)  # 3 for it, 1 + 2 against
+    torch.testing.assert_close(maps[2][:20], tokens / 20, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attentive"])
+def test_a_map_of_a_head_that_may_still_be_trained_is_numbers(kind: str) -> None:
+    """The control comes out of training: its parameters want gradients, its map has none."""
+    control = Reader(build_head(kind, 4, 2, 3, 0.0).eval())
+    values = cheap_map(control, torch.randn(1, 24, 4), torch.ones(1, 24), against_others(1, 2))
+    assert values.numpy().shape == (1, 24)
+
+
+def test_hidden_tokens_are_the_mean_and_nothing_else_changes(tmp_path: Path) -> None:
+    cfg = config(tmp_path, tmp_path / "run")
+    view, hidden = torch.randn(1, 1, 8, 24, 32), torch.zeros(2, 24, dtype=torch.bool)
+    hidden[1, 6] = True  # the second of four along w, the second of three along h, the first along d
+    changed = hide(view, hidden, cfg)
+    assert torch.equal(changed[0], view[0])
+    assert (changed[1, 0, :4, 8:16, 16:24] == 0).all()
+    assert int((changed[1] != view[0]).sum()) == 4 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"), [((2, 3, 4), (1, 1, 1)), ((4, 12, 8), (1, 2, 2)), ((16, 24, 24), (4, 8, 4))]
+)
+def test_blocks_cover_every_token_once(grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+    assert block_of(grid) == block
+    blocks = blocks_of(grid, block)
+    assert len(blocks) <= 128
+    assert (blocks.sum(dim=0) == 1).all()
+    first = np.flatnonzero(blocks[0].view(grid).any(dim=(1, 2))), blocks[0].view(grid)[0].any(dim=1).sum()
+    assert (len(first[0]), int(first[1])) == block[:2]

@@ -21,11 +21,11 @@ from finetuning import evaluate as command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL
 from finetuning.dense import crossfit as module
-from finetuning.dense import training, unet
+from finetuning.dense import rivals, training
 from finetuning.dense.folds import DenseVolumes, crossed
 from finetuning.dense.head import GRADER, IMAGE, PRETRAINED, RANDOM, UNET
 from finetuning.dense.kind import Kind
-from finetuning.dense.layers.volumes import read_volumes
+from finetuning.dense.layers import read_volumes
 from finetuning.dense.rivals import between_surfaces, heights
 from models.vit3d import VisionTransformer3D
 from tests.finetuning.test_leaderboard import image_encoder
@@ -155,10 +155,12 @@ def test_a_unet_learns_and_stops_in_time() -> None:
     for number, first in enumerate(rng.integers(6, 30, 8)):
         truth[number, first:] = 1
     scans = truth + 0.3 * torch.from_numpy(rng.normal(size=truth.shape)).float()
-    net = unet.train((scans[:6], truth[:6]), (scans[6:], truth[6:]), 2, 2.0, 0, lambda: None)  # seconds
+    net = rivals.train_unet(
+        (scans[:6], truth[:6]), (scans[6:], truth[6:]), 2, 2.0, 0, lambda: None
+    )  # seconds
     assert (net(scans[6:]).argmax(1) == truth[6:]).float().mean() > 0.95
     with pytest.raises(ZeroDivisionError):
-        unet.train((scans, truth), (scans, truth), 2, 60.0, 0, lambda: 1 // 0)  # type: ignore[arg-type]
+        rivals.train_unet((scans, truth), (scans, truth), 2, 60.0, 0, lambda: 1 // 0)  # type: ignore[arg-type]
 
 
 # ---- the command ------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def test_one_table_over_all_people(
 
     (tmp_path / "layers.json").unlink()
     (tmp_path / "folds" / "02" / "unet.npz").unlink()
-    monkeypatch.setattr(Kind, "train", trains)
+    monkeypatch.setattr(module, "train_head", trains)
     monkeypatch.setattr(
         module, "plain_unet", lambda *_: (UNET, lambda row: np.zeros((len(content["names"]), 8, 32)), None)
     )

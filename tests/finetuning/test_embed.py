@@ -23,9 +23,9 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, record_fields
 from finetuning.embed import main
 from finetuning.embedding import run
-from finetuning.embedding.folder import Embedded, Folder
+from finetuning.embedding.run import Embedded, Folder
 from finetuning.embedding.volumes import Volume
-from finetuning.features.pooled import pretrained_encoder
+from finetuning.features.kept import pretrained_encoder
 from tests.support.dicom_factory import TRITON, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, embed_rows, make_world, save_checkpoint
 from tests.support.process_factory import Running, run_to_end

@@ -16,14 +16,12 @@ import torch
 from data_setup.store.reader import PreparedStore, VolumeReader
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source, open_source
-from finetuning.features.familiarity import stored_familiarity
 from finetuning.heads import finetune as loop
-from finetuning.heads.calibration import Calibration, stored_calibration
+from finetuning.heads.confidence import Calibration, stored_calibration, stored_familiarity
 from finetuning.heads.finetune import finetune
 from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.heads.objective import METRICS, metric_name
-from finetuning.heads.tuned import TunedModel, layer_groups
-from finetuning.heads.tuning import Examples, open_tuning, settle_memory
+from finetuning.heads.tuning import Examples, TunedModel, layer_groups, open_tuning, settle_memory
 from models.vjepa3d import build_encoder
 from models.weights.shape import with_features
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from data_setup.loader import Batch
-from finetuning.heads.tuned import TunedModel, layer_groups, update_model
+from finetuning.heads.tuning import TunedModel, layer_groups, update_model
 from models.engine_kernels import choose_kernels
 from models.optimizer import build_adamw
 from models.vjepa3d import build_encoder

@@ -26,7 +26,7 @@ from finetuning.cohort.cohort import (
     read_cohorts,
 )
 from finetuning.cohort.labels import Labels, check_table, read_labels
-from finetuning.cohort.predictions import pool
+from finetuning.cohort.metrics import pool
 from tests.support.cloud_servers import BUCKET, s3_server
 from tests.support.finetune_factory import DEVICES, config, index_store
 from utils import storage

@@ -15,8 +15,15 @@ from data_setup.attach.grid import lay_on_grid
 from data_setup.phantom.anatomy import SURFACES, Eye, make_eye, place, sample, scan_positions
 from data_setup.phantom.cohort import make_participants
 from data_setup.protocols import BY_NAME
-from finetuning.dense.layers.etdrs import QUADRANTS, SECTORS, etdrs, find_fovea
-from finetuning.dense.layers.metrics import boundary_error_um, hausdorff95_um, layer_overlap
+from finetuning.dense.surfaces import (
+    QUADRANTS,
+    SECTORS,
+    boundary_error_um,
+    etdrs,
+    find_fovea,
+    hausdorff95_um,
+    layer_overlap,
+)
 
 SIZE = (5, 40, 7)
 RECOMMENDED_MM, SMOKE_MM = (0.09375, 0.006, 0.015625), (0.375, 0.024, 0.09375)

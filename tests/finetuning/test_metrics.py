@@ -11,24 +11,13 @@ import pytest
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
-from finetuning.cohort.metrics import (
-    NUM_BINS,
-    at_threshold,
-    bootstrap_counts,
-    decided,
-    interval,
-    measure,
-    observed,
-    reliability,
-    youden_threshold,
-)
-from finetuning.cohort.predictions import Predictions
+from finetuning.cohort import metrics
 from tests.support.finetune_factory import predictions
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 
 
-def case(seed: int, num_classes: int, num_units: int, *, ties: bool, missing: bool) -> Predictions:
+def case(seed: int, num_classes: int, num_units: int, *, ties: bool, missing: bool) -> metrics.Predictions:
     """Random probabilities; with ties of few distinct values; with a class that has no unit."""
     rng = np.random.default_rng(seed)
     scores = rng.dirichlet(np.ones(num_classes), num_units)
@@ -39,7 +28,7 @@ def case(seed: int, num_classes: int, num_units: int, *, ties: bool, missing: bo
     return predictions("ordinal", truth, scores)
 
 
-def expected(p: Predictions) -> tuple[dict[str, float], dict[str, list[float]]]:
+def expected(p: metrics.Predictions) -> tuple[dict[str, float], dict[str, list[float]]]:
     """What scikit-learn says of classes; NaN where a class has no unit."""
     truth, num_classes = p.truth[:, 0].astype(int), p.scores.shape[1]
     given, labels = p.scores.argmax(axis=1), np.arange(num_classes)
@@ -84,7 +73,7 @@ def test_classes_equal_scikit_learn(num_classes: int, ties: bool, missing: bool)
         if missing and num_classes == 2:
             continue  # one class: the test after this one
         overall, by_class = expected(p)
-        result = observed(p)
+        result = metrics.observed(p)
         assert set(result.overall) - {"ece"} == set(overall)
         for name, value in overall.items():
             np.testing.assert_allclose(result.overall[name], [value], err_msg=name, **CLOSE)
@@ -95,7 +84,7 @@ def test_classes_equal_scikit_learn(num_classes: int, ties: bool, missing: bool)
 
 def test_one_class_alone_has_no_ranking() -> None:
     p = predictions("classification", np.ones(5), np.tile([0.4, 0.6], (5, 1)))
-    result = observed(p)
+    result = metrics.observed(p)
     assert result.overall["accuracy"] == result.overall["balanced_accuracy"] == 1
     assert np.isnan(result.overall["macro_auroc"][0])
     assert np.isnan(result.overall["macro_auprc"][0])
@@ -103,17 +92,17 @@ def test_one_class_alone_has_no_ranking() -> None:
     np.testing.assert_array_equal(result.by_class["specificity"], [[1, np.nan]])
     np.testing.assert_array_equal(result.by_class["auroc"], [[np.nan, np.nan]])
     assert "quadratic_kappa" not in result.overall
-    assert interval(np.array([np.nan, np.nan])) is None
+    assert metrics.interval(np.array([np.nan, np.nan])) is None
 
 
 def test_regression_equals_scikit_learn() -> None:
     rng = np.random.default_rng(0)
     truth = 1e6 + rng.normal(size=50)
     value = truth + rng.normal(size=50)
-    result = observed(predictions("regression", truth, value[:, None]))
+    result = metrics.observed(predictions("regression", truth, value[:, None]))
     np.testing.assert_allclose(result.overall["mae"], sk.mean_absolute_error(truth, value), **CLOSE)
     np.testing.assert_allclose(result.overall["r2"], sk.r2_score(truth, value), **CLOSE)
-    constant = observed(predictions("regression", np.full(4, 0.1), rng.normal(size=(4, 1))))
+    constant = metrics.observed(predictions("regression", np.full(4, 0.1), rng.normal(size=(4, 1))))
     assert np.isnan(constant.overall["r2"][0])
     assert result.by_class == {}
 
@@ -121,7 +110,7 @@ def test_regression_equals_scikit_learn() -> None:
 def test_multilabel_is_the_mean_over_labels() -> None:
     rng = np.random.default_rng(1)
     truth, yes = rng.integers(0, 2, (40, 3)), rng.multinomial(8, np.ones(3) / 3, 40) / 8
-    result = observed(predictions("multilabel", truth, yes))
+    result = metrics.observed(predictions("multilabel", truth, yes))
     columns = [(truth[:, i], yes[:, i], yes[:, i] > 0.5) for i in range(3)]
     for name, values in {
         "accuracy": [sk.accuracy_score(t, d) for t, _, d in columns],
@@ -132,7 +121,7 @@ def test_multilabel_is_the_mean_over_labels() -> None:
         np.testing.assert_allclose(result.overall[name], [np.mean(values)], err_msg=name, **CLOSE)
     recall = [sk.recall_score(t, d) for t, _, d in columns]
     np.testing.assert_allclose(result.by_class["sensitivity"], [recall], **CLOSE)
-    without = observed(predictions("multilabel", truth * [1, 1, 0], yes))
+    without = metrics.observed(predictions("multilabel", truth * [1, 1, 0], yes))
     assert np.isnan(without.overall["macro_auroc"][0])
     assert np.isnan(without.by_class["auroc"][0]).tolist() == [False, False, True]
 
@@ -140,20 +129,20 @@ def test_multilabel_is_the_mean_over_labels() -> None:
 @pytest.mark.parametrize("ties", [False, True])
 def test_calibration_equals_scikit_learn(ties: bool) -> None:
     p = case(3, 3, 200, ties=ties, missing=False)
-    confidence, right = p.scores.max(axis=1), decided(p.scores) == p.truth[:, 0]
-    accuracy, mean = calibration_curve(right, confidence, n_bins=NUM_BINS, strategy="uniform")
-    points = reliability(p)
+    confidence, right = p.scores.max(axis=1), metrics.decided(p.scores) == p.truth[:, 0]
+    accuracy, mean = calibration_curve(right, confidence, n_bins=metrics.NUM_BINS, strategy="uniform")
+    points = metrics.reliability(p)
     np.testing.assert_allclose(points["accuracy"], accuracy, **CLOSE)
     np.testing.assert_allclose(points["confidence"], mean, **CLOSE)
     assert points["count"].sum() == 200
     error = np.average(np.abs(accuracy - mean), weights=points["count"])
-    np.testing.assert_allclose(observed(p).overall["ece"], [error], **CLOSE)
+    np.testing.assert_allclose(metrics.observed(p).overall["ece"], [error], **CLOSE)
 
 
 def test_ece_by_hand() -> None:
     """Two units at .95, one right; one at .55, right: (2 * .45 + 1 * .45) / 3."""
     scores = np.array([[0.95, 0.05], [0.95, 0.05], [0.45, 0.55]])
-    result = observed(predictions("classification", np.array([0, 1, 1]), scores))
+    result = metrics.observed(predictions("classification", np.array([0, 1, 1]), scores))
     np.testing.assert_allclose(result.overall["ece"], [0.45], **CLOSE)
 
 
@@ -161,17 +150,17 @@ def test_the_threshold_has_the_highest_youden_index() -> None:
     for seed in range(20):
         p = case(seed, 2, 40, ties=True, missing=False)
         truth, score = p.truth[:, 0], p.scores[:, 1]
-        threshold = youden_threshold(truth, score)
+        threshold = metrics.youden_threshold(truth, score)
         assert threshold is not None
         false_rate, true_rate, thresholds = sk.roc_curve(truth, score, drop_intermediate=False)
         best = (true_rate - false_rate).max()
         is_best = np.isclose(true_rate - false_rate, best)
         highest = thresholds[is_best & np.isfinite(thresholds)].max()
         assert max(score[score < highest], default=-1) < threshold <= highest
-        result = at_threshold(p, np.full(40, threshold), np.ones((1, 40)))
+        result = metrics.at_threshold(p, np.full(40, threshold), np.ones((1, 40)))
         sensitivity, specificity = result.by_class["sensitivity"][0, 1], result.by_class["specificity"][0, 1]
         assert sensitivity + specificity - 1 == pytest.approx(best)
-    assert youden_threshold(np.ones(3), np.arange(3.0)) is None
+    assert metrics.youden_threshold(np.ones(3), np.arange(3.0)) is None
 
 
 @pytest.mark.parametrize("kind", ["ordinal", "multilabel", "regression"])
@@ -182,8 +171,8 @@ def test_the_bootstrap_equals_a_loop_over_the_same_draws(kind: str) -> None:
         p = predictions(kind, p.truth == np.arange(3), p.scores)
     if kind == "regression":
         p = predictions(kind, p.truth + p.scores[:, [1]], p.scores[:, [0]])
-    counts = bootstrap_counts(p, 12, seed=0)
-    together = measure(p, counts)
+    counts = metrics.bootstrap_counts(p, 12, seed=0)
+    together = metrics.measure(p, counts)
     for number, count in enumerate(counts):
         drawn = np.repeat(np.arange(60), count)
         truth, scores = p.truth[drawn], p.scores[drawn]
@@ -205,7 +194,7 @@ def test_resamples_are_of_people_and_keep_the_classes() -> None:
     person = np.repeat([f"p{number:02d}" for number in range(20)], 2)
     truth = np.repeat([0] * 5 + [1] * 15, 2)
     p = predictions("classification", truth, np.full((40, 2), 0.5), person)
-    counts = bootstrap_counts(p, 200, seed=0)
+    counts = metrics.bootstrap_counts(p, 200, seed=0)
     np.testing.assert_array_equal(counts[:, ::2], counts[:, 1::2])
     assert (counts[:, truth == 0].sum(axis=1) == 10).all()
     assert (counts[:, truth == 1].sum(axis=1) == 30).all()
@@ -219,7 +208,9 @@ def test_the_interval_is_as_wide_as_people_are_many() -> None:
     two = predictions("classification", one.truth.repeat(2), one.scores.repeat(2, axis=0), person)
     widths = []
     for p in (one, two):
-        low, high = interval(measure(p, bootstrap_counts(p, 2000, 0)).overall["accuracy"]) or (0, 0)
+        low, high = metrics.interval(
+            metrics.measure(p, metrics.bootstrap_counts(p, 2000, 0)).overall["accuracy"]
+        ) or (0, 0)
         widths.append(high - low)
     assert widths[0] == pytest.approx(widths[1], rel=0.02)
 
@@ -227,5 +218,5 @@ def test_the_interval_is_as_wide_as_people_are_many() -> None:
 def test_2000_resamples_of_all_metrics_take_seconds() -> None:
     p = case(0, 4, 352, ties=False, missing=False)
     began = time.process_time()
-    measure(p, bootstrap_counts(p, 2000, seed=0))
+    metrics.measure(p, metrics.bootstrap_counts(p, 2000, seed=0))
     assert time.process_time() - began < 5

@@ -20,7 +20,7 @@ from finetuning.heads.head_file import open_head, predict_rows
 from finetuning.predict import main
 from finetuning.prediction import run as run_module
 from finetuning.prediction.evidence import CONTRIBUTIONS, OCCLUSION
-from finetuning.prediction.labels import LabelPredictor
+from finetuning.prediction.predictors import LabelPredictor
 from finetuning.train import main as train
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint

@@ -19,10 +19,9 @@ from data_setup.resample import Resampled
 from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
+from finetuning.answers import same_eye as module
+from finetuning.answers.same_eye import choose_eyes, icc, nearest
 from finetuning.evaluate import main
-from finetuning.same_eye import run as module
-from finetuning.same_eye.eyes import choose_eyes
-from finetuning.same_eye.measures import icc, nearest
 from finetuning.train import main as train
 from tests.support.finetune_factory import CONFIG, SIZE, config, index_store, person, save_checkpoint
 from utils.errors import ConfigError, UserError

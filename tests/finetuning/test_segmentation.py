@@ -1,9 +1,13 @@
-"""Classes of voxels are learnt from tokens, kept, judged a volume at a time, and refuse what does not fit."""
+"""Classes of voxels and slabs of flow are learnt from tokens, kept, measured, drawn, and refuse what does not
+fit.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import highdicom
 import numpy as np
@@ -12,12 +16,15 @@ import pydicom
 import pytest
 import torch
 import yaml
+import zarr
 from monai.losses import DiceCELoss
 from monai.metrics import compute_dice
+from PIL import Image
+from scipy.ndimage import uniform_filter
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
-from data_setup.attach.stored import StoredHeights
+from data_setup.attach.stored import StoredFlow, StoredHeights
 from data_setup.phantom.beside import write_labels
 from data_setup.readers.labels import read_label_volume
 from data_setup.store.reader import PreparedStore
@@ -25,22 +32,28 @@ from finetuning import evaluate as command
 from finetuning import predict as predict_command
 from finetuning import train as train_command
 from finetuning.cohort.cohort import EVALUATED, TRAIN
-from finetuning.dense import kind as kind_module
+from finetuning.dense import segmentation, translation
 from finetuning.dense.evaluation import evaluate
-from finetuning.dense.head import ALONE, PRETRAINED, RANDOM
-from finetuning.dense.segmentation.kind import SEGMENTATION, dice, overlap
-from finetuning.dense.segmentation.lesions import count_lesions
-from finetuning.dense.segmentation.loss import ClassPlanes, class_weights, segmentation_loss
-from finetuning.dense.segmentation.volumes import IGNORED, ClassVolumes, read_volumes
+from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
+from finetuning.dense.kind import Kind
 from finetuning.features.kept import KeptFeatures
+from tests.finetuning.test_scans import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
-from tests.support.heights_factory import config, dense_overrides, make_tree, words
+from tests.support.heights_factory import (
+    config,
+    dense_overrides,
+    make_flow_tree,
+    make_tree,
+    prepare_flow,
+    words,
+)
 from tests.support.line_fields import documented
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
+from utils.errors import ConfigError, UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
 CLASSES = "task.names=[CHOROID,ONL]"
+FLOW_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "translation.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +79,9 @@ def trained(world: Path) -> Path:
     return run
 
 
-def volumes_of(world: Path, *extra: str) -> ClassVolumes:
+def volumes_of(world: Path, *extra: str) -> segmentation.ClassVolumes:
     cfg = config(world, "task.kind=segmentation", *extra)
-    return read_volumes(cfg, PreparedStore.open(cfg.data.store))
+    return segmentation.read_volumes(cfg, PreparedStore.open(cfg.data.store))
 
 
 def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> None:
@@ -82,8 +95,8 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     assert content["names"] == ["CHOROID", "ONL"]
     text = (tmp_path / "segmentation.md").read_text()
     assert "This is look 1 at these test participants" in text
-    assert evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
-    head = SEGMENTATION.open_head(str(trained), StorageOptions())
+    assert evaluate(segmentation.SEGMENTATION, str(trained), [f"run.dir={tmp_path}"]) + "\n" == text
+    head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
     best = head.state["validation"][PRETRAINED]
     assert best["dice"] == max(line["dice"] for line in best["history"])
     assert head.state["classes"] == {"CHOROID": 10, "ONL": 6}
@@ -100,9 +113,9 @@ def test_lesions_are_counted_one_by_one() -> None:
     truth, predicted = np.zeros((2, 4, 6, 12), np.uint8)
     truth[0:2, 1:3, 1:4] = truth[2, 3, 4] = truth[1, 1, 9] = 1
     predicted[0, 1, 1] = predicted[1, 2, 3] = predicted[3, 5, 11] = predicted[0, 5, 8] = 1
-    truth[0, 5, 7:10] = IGNORED
+    truth[0, 5, 7:10] = segmentation.IGNORED
     truth[3, 0, 0] = 2
-    assert np.array(count_lesions(predicted, truth, 2)).tolist() == [[2, 1], [1, 0], [1, 0]]
+    assert np.array(segmentation.count_lesions(predicted, truth, 2)).tolist() == [[2, 1], [1, 0], [1, 0]]
 
 
 def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_path: Path) -> None:
@@ -120,9 +133,11 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert set(line) == documented("files", "classes")
     assert "CHOROID" in (tmp_path / "study.csv").read_text()
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
-    head = SEGMENTATION.open_head(str(trained), StorageOptions())
-    kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME, str(tmp_path / "features"))
-    expected = ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(head.arms[0].decoder, row)
+    head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME)
+    expected = segmentation.ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
+        head.arms[0].decoder, row
+    )
     values = read.values[::-1] if record.flipped_d else read.values
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
     box = volumes.field(row)
@@ -152,21 +167,12 @@ def test_masks_of_an_interleaved_scan_are_in_the_order_of_its_file(
     """The same scan with its frames in two orders: the same masks, in these orders; NIfTI in one."""
     volumes = volumes_of(world, CLASSES)
     path = world / "tree" / str(volumes.store.index.path[int(volumes.of(EVALUATED)[0])])
-    scan = pydicom.dcmread(path)
-    order = [*range(0, len(scan.pixel_array), 2), *range(1, len(scan.pixel_array), 2)]
-    groups = scan.PerFrameFunctionalGroupsSequence
-    scan.PixelData = scan.pixel_array[order].tobytes()
-    scan.PerFrameFunctionalGroupsSequence = [groups[frame] for frame in order]
-    for number, group in enumerate(scan.PerFrameFunctionalGroupsSequence, start=1):
-        group.FrameContentSequence[0].InStackPositionNumber = number
-    other = tmp_path / "turned" / path.name
-    other.parent.mkdir()
-    scan.save_as(other)
+    order = interleaved(path, other := tmp_path / "turned" / path.name)
     for form in ("png", "nifti"):
         for name, file in (("a", path), ("b", other)):
             words = ["--checkpoint", str(trained), "--files", str(file), "--format", form]
             assert predict_command.main([*words, "--out", str(tmp_path / name / form)]) == 0
-    shape = scan.pixel_array.shape
+    shape = pydicom.dcmread(path).pixel_array.shape
 
     def masks(name: str, form: str) -> np.ndarray:
         line = json.loads((tmp_path / name / form / "segments.jsonl").read_text())
@@ -181,16 +187,16 @@ def test_dice_is_of_a_volume_and_people_are_resampled(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The truth laid on the grid has Dice 1 there; random initialisation sees background alone and has 0."""
-    head = SEGMENTATION.open_head(str(trained), StorageOptions())
-    monkeypatch.setattr(kind_module, "open_dense_head", lambda *_: head)
+    head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
+    monkeypatch.setattr(Kind, "open_head", lambda *_: head)
 
-    def predict(self: ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
+    def predict(self: segmentation.ClassPlanes, decoder: torch.nn.Module, row: int) -> np.ndarray:
         truth = self.volumes.read(row)
-        return np.where((truth == IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
+        return np.where((truth == segmentation.IGNORED) | (decoder is head.arms[1].decoder), 0, truth)
 
-    monkeypatch.setattr(ClassPlanes, "predict", predict)
+    monkeypatch.setattr(segmentation.ClassPlanes, "predict", predict)
     gone = f"data.manifest_path={tmp_path / 'gone.tsv'}"
-    text = evaluate(SEGMENTATION, str(trained), [f"run.dir={tmp_path}", gone])
+    text = evaluate(segmentation.SEGMENTATION, str(trained), [f"run.dir={tmp_path}", gone])
     content = json.loads((tmp_path / "segmentation.json").read_text())
     assert content["overall"][PRETRAINED] == {"value": 1.0, "ci95": [1.0, 1.0], "people": 2}
     assert content["against"][RANDOM]["value"] == 1.0
@@ -213,13 +219,13 @@ def test_overlap_is_that_of_monai() -> None:
     rng = np.random.default_rng(0)
     truth, predicted = (rng.integers(0, 4, (5, 6, 7)).astype(np.uint8) for _ in range(2))
     truth[truth == 3] = 0
-    truth[:, :2] = IGNORED
+    truth[:, :2] = segmentation.IGNORED
 
     def hot(some: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.stack([some[:, 2:] == n for n in range(4)])[None].astype(np.float32))
 
     expected = compute_dice(hot(predicted), hot(truth), include_background=False)[0].numpy()
-    own = dice(*overlap(predicted, truth, 3))
+    own = segmentation.dice(*segmentation.overlap(predicted, truth, 3))
     np.testing.assert_allclose(own, expected, rtol=1e-6)
     assert np.isnan(own[2])
 
@@ -232,14 +238,14 @@ def test_the_loss_is_that_of_monai_on_what_is_known() -> None:
     # MONAI's weights would weigh its Dice as well
     whole = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
     plain = whole(logits, truth[:, None])
-    torch.testing.assert_close(segmentation_loss(logits, truth, torch.ones(3)), plain)
-    difference = segmentation_loss(logits, truth, weight) - plain
+    torch.testing.assert_close(segmentation.segmentation_loss(logits, truth, torch.ones(3)), plain)
+    difference = segmentation.segmentation_loss(logits, truth, weight) - plain
     weighted, even = (torch.nn.functional.cross_entropy(logits, truth, weight=w) for w in (weight, None))
     torch.testing.assert_close(difference, weighted - even)
     wider = torch.cat([logits, torch.randn(2, 3, 2, 5, 3, generator=generator)], dim=4).requires_grad_()
-    ignored = torch.cat([truth, torch.full((2, 2, 5, 3), IGNORED)], dim=3)
-    loss = segmentation_loss(wider, ignored, weight)
-    torch.testing.assert_close(loss, segmentation_loss(logits, truth, weight))
+    ignored = torch.cat([truth, torch.full((2, 2, 5, 3), segmentation.IGNORED)], dim=3)
+    loss = segmentation.segmentation_loss(wider, ignored, weight)
+    torch.testing.assert_close(loss, segmentation.segmentation_loss(logits, truth, weight))
     loss.backward()
     assert wider.grad is not None
     assert bool((wider.grad[..., 6:] == 0).all())
@@ -255,24 +261,24 @@ def test_classes_are_places_inside_the_field(world: Path) -> None:
     inside = np.zeros(stored.shape, bool)
     inside[box] = True
     assert set(np.unique(places[inside])) == {0, 1, 2}
-    assert (places[~inside] == IGNORED).all()
+    assert (places[~inside] == segmentation.IGNORED).all()
     np.testing.assert_array_equal(places[inside] == 1, stored[inside] == 10)
     np.testing.assert_array_equal(places[inside] == 2, stored[inside] == 6)
     assert volumes.counts(row).tolist() == np.bincount(places[inside], minlength=3).tolist()
-    weights = class_weights(volumes, "auto")
+    weights = segmentation.class_weights(volumes, "auto")
     totals = np.sum([volumes.counts(int(r)) for r in volumes.of(TRAIN)], axis=0)
     assert weights.argsort().tolist() == totals.argsort()[::-1].tolist()
-    assert class_weights(volumes, "none").tolist() == [1, 1, 1]
+    assert segmentation.class_weights(volumes, "none").tolist() == [1, 1, 1]
 
 
 def test_what_nobody_labelled_is_ignored(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {1: "unlabelled", 2: "GCL", 10: "CHOROID"}
-    monkeypatch.setattr("finetuning.dense.segmentation.volumes.StoredLabels.classes", names)
+    monkeypatch.setattr("finetuning.dense.segmentation.StoredLabels.classes", names)
     volumes = volumes_of(world)
     assert volumes.names == ("GCL", "CHOROID")
     row = int(volumes.of(TRAIN)[0])
     stored, box = volumes.labels.read(row), volumes.field(row)
-    np.testing.assert_array_equal(volumes.read(row)[box] == IGNORED, stored[box] == 1)
+    np.testing.assert_array_equal(volumes.read(row)[box] == segmentation.IGNORED, stored[box] == 1)
     counts = np.bincount(volumes.read(row)[box].ravel(), minlength=256)
     assert volumes.counts(row).tolist() == counts[:3].tolist()
 
@@ -306,3 +312,264 @@ def test_lesions_are_labels_too(tmp_path: Path) -> None:
         labels = np.load(tmp_path / "tree" / path.lstrip("/"))["labels"]
         np.testing.assert_array_equal(labels, truth["lesions"])
     assert list(classes.values()) == truth["lesion_names"].tolist()[1:]
+
+
+@pytest.fixture(scope="module")
+def flow_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scans with flow, one without a deep slab, and a checkpoint of an untrained model."""
+    root = tmp_path_factory.mktemp("translation")
+    make_flow_tree(root / "tree", 14, ("missing_image",), (1, 2), (14, 60, 18))
+    prepare_flow(root)
+    save_checkpoint(config(root, f"run.dir={root / 'pretrained'}"))
+    return root
+
+
+def flow_overrides(flow_world: Path, run: Path, *extra: str) -> list[str]:
+    words = ["train.max_steps=50", "augment.strength=0", "optim.base_lr=0.02"]
+    return dense_overrides(flow_world, run, *words, *extra)
+
+
+@pytest.fixture(scope="module")
+def trained_flow(flow_world: Path) -> Path:
+    run = flow_world / "runs" / "translation"
+    assert train_command.main(["--config", str(FLOW_CONFIG), *flow_overrides(flow_world, run)]) == 0
+    return run
+
+
+def flow_volumes_of(flow_world: Path, *extra: str) -> translation.FlowVolumes:
+    cfg = config(flow_world, "task.kind=translation", *extra)
+    return translation.read_volumes(cfg, PreparedStore.open(cfg.data.store))
+
+
+def mean_greys(volumes: translation.FlowVolumes, fold: int) -> list[float]:
+    """Mean value of each slab over the volumes of a fold that have it."""
+    slabs = np.stack([volumes.read(int(row)) for row in volumes.of(fold)])
+    return [float(np.nanmean(slabs[:, place])) for place in range(len(volumes.names))]
+
+
+def ssim_of(first: np.ndarray, second: np.ndarray) -> float:
+    """Structural similarity of values from 0 to 1 by its formula, over windows of 7 x 7 inside the images."""
+    a, b = first.astype(float), second.astype(float)
+    mean_a, mean_b, aa, bb, ab = (uniform_filter(part, 7)[3:-3, 3:-3] for part in (a, b, a * a, b * b, a * b))
+    var_a, var_b, cov = aa - mean_a**2, bb - mean_b**2, ab - mean_a * mean_b
+    same = (2 * mean_a * mean_b + 1e-4) * (2 * cov + 9e-4)
+    return float((same / ((mean_a**2 + mean_b**2 + 1e-4) * (var_a + var_b + 9e-4))).mean())
+
+
+def test_a_decoder_learns_the_phantoms_slabs(flow_world: Path, trained_flow: Path, tmp_path: Path) -> None:
+    """Each slab at its own brightness, at least; every arm, slab and file is there."""
+    command.main(["--head", str(trained_flow), f"run.dir={tmp_path}"])
+    content = json.loads((tmp_path / "translation.json").read_text())
+    assert list(content["overall"]) == [PRETRAINED, RANDOM, ALONE, PROJECTION]
+    assert content["names"] == ["superficial", "deep", "outer_retina", "choriocapillaris"]
+    assert set(content["against"]) == {RANDOM, ALONE, PROJECTION}
+    volumes = flow_volumes_of(flow_world)
+    for name, grey in zip(volumes.names, mean_greys(volumes, TRAIN), strict=True):
+        images = [volumes.read(int(r))[volumes.names.index(name)] for r in volumes.of(EVALUATED)]
+        constant = np.mean([np.abs(image - grey).mean() for image in images if not np.isnan(image).all()])
+        assert content["by_name"][PRETRAINED][name]["l1"]["value"] < 1.3 * constant, name
+    lines = pd.read_parquet(tmp_path / "slabs.parquet")
+    by_person = lines.groupby(["arm", "person_id", "row"]).ssim.mean().groupby(["arm", "person_id"]).mean()
+    of_arm = by_person.groupby("arm").mean()
+    for other, gained in content["against"].items():
+        assert gained["value"] == pytest.approx(of_arm[PRETRAINED] - of_arm[other])
+    assert len(lines) == 4 * sum(len(volumes.flow.names(int(row))) for row in volumes.of(EVALUATED))
+    text = (tmp_path / "translation.md").read_text()
+    assert "This is look 1 at these test participants" in text
+    assert evaluate(translation.TRANSLATION, str(trained_flow), [f"run.dir={tmp_path}"]) + "\n" == text
+    with Image.open(tmp_path / "translation.png") as picture:
+        assert min(picture.size) > 400
+    head = translation.TRANSLATION.open_head(str(trained_flow), StorageOptions())
+    best = head.state["validation"][PRETRAINED]
+    assert best["l1"] == min(line["l1"] for line in best["history"])
+
+
+def test_the_baseline_is_a_projection_of_structure(flow_world: Path) -> None:
+    """It knows where the retina's slabs are dark and bright, and nothing of the evaluated volumes."""
+    volumes = flow_volumes_of(flow_world)
+    baseline = translation.StructuralProjection(volumes)
+    row = int(volumes.of(EVALUATED)[0])
+    predicted, truth = baseline.predict(row), volumes.read(row)
+    assert predicted.shape == truth.shape
+    assert np.nanmean(np.abs(predicted - truth)) < np.nanstd(truth)
+    alone = translation.StructuralProjection(
+        translation.FlowVolumes(
+            volumes.store,
+            volumes.of(TRAIN),
+            volumes.fold[volumes.fold == TRAIN],
+            volumes.person[volumes.fold == TRAIN],
+            volumes.names,
+            volumes.flow,
+        )
+    )
+    assert np.array_equal(alone.predict(row), predicted)
+
+
+def test_first_bright_row_of_a_step() -> None:
+    volume = np.zeros((2, 40, 3))
+    volume[:, 25:, :] = 2.0
+    assert np.abs(translation.first_bright_row(volume, 0.05) - 25).max() <= 1
+
+
+def test_ssim_is_that_of_monai() -> None:
+    """On a field inside a larger image, with the window's border cut off as there."""
+    rng = np.random.default_rng(0)
+    truth = rng.random((20, 30)).astype(np.float32)
+    predicted = np.clip(truth + 0.2 * rng.standard_normal(truth.shape), 0, 1).astype(np.float32)
+    field = (slice(2, 18), slice(3, 27))
+    known = np.full_like(truth, np.nan)
+    known[field] = truth[field]
+    assert translation.ssim(predicted, known, field) == pytest.approx(
+        ssim_of(predicted[field], truth[field]), abs=1e-4
+    )
+    assert translation.ssim(known, known, field) == pytest.approx(1)
+    assert np.isnan(translation.ssim(predicted, known, (slice(0, 18), slice(3, 27))))
+    assert translation.l1(predicted, known) == pytest.approx(np.abs(predicted - truth)[field].mean())
+    assert np.isnan(translation.l1(predicted, np.full_like(truth, np.nan)))
+
+
+def test_a_slab_is_what_its_weights_look_at() -> None:
+    """All weight on one row gives that row's value; a place without truth has no gradient."""
+    outputs = torch.zeros(1, 4, 2, 6, 3)
+    outputs[:, 0, :, 4], outputs[:, 1, :, 1] = 0.7, 0.3  # values of two slabs
+    outputs[:, 2, :, 4], outputs[:, 3, :, 1] = 100.0, 100.0  # their weights
+    slabs = translation.slabs_of(outputs)
+    assert slabs.shape == (1, 2, 2, 3)
+    assert torch.allclose(slabs[0, 0], torch.tensor(0.7))
+    assert torch.allclose(slabs[0, 1], torch.tensor(0.3))
+    truth = torch.full((1, 2, 2, 3), float("nan"))
+    truth[0, 0, 0, 0] = 0.2
+    outputs.requires_grad_()
+    loss = translation.slab_loss(outputs, truth)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(0.5)
+    assert outputs.grad is not None
+    assert (outputs.grad.abs().sum(dim=3)[0, 0] > 0).tolist() == [[True, False, False], [False] * 3]
+    assert not outputs.grad[0, 1].any()
+
+
+class Mean(torch.nn.Module):
+    """Looks at every row alike: a slab is the mean of its A-scan, its second one half of it."""
+
+    def forward(self, tokens_BhwE: torch.Tensor, voxels_BdHW: torch.Tensor) -> torch.Tensor:
+        weights = torch.zeros_like(voxels_BdHW)
+        return torch.stack([voxels_BdHW, 0.5 * voxels_BdHW, weights, weights], dim=1)
+
+
+def test_planes_are_put_together_as_they_lie(flow_world: Path) -> None:
+    """B-scans and A-scans of what is predicted are those of the volume."""
+    volumes = flow_volumes_of(flow_world)
+    cfg = config(flow_world, "task.kind=translation")
+    row, num_tokens = int(volumes.of(TRAIN)[0]), int(np.prod(cfg.grid))
+    kept: Any = SimpleNamespace(tokens=lambda rows: np.zeros((len(rows), num_tokens, 2), np.float16))
+    predicted = translation.SlabPlanes(cfg, kept, volumes, torch.device("cpu")).predict(Mean(), row)
+    record = volumes.store.index.loc[row]
+    voxels = (volumes.store.read(row) - record.intensity_mean) / record.intensity_std
+    means = np.where(volumes.store.read(row).any(axis=1), voxels.mean(axis=1), np.nan)
+    box = volumes.field(row)
+    known = ~np.isnan(means)[box]
+    assert predicted.shape == (2, *means.shape)
+    for slab, factor in zip(predicted, (1.0, 0.5), strict=True):
+        expected = np.clip(factor * means, 0, 1)[box]
+        np.testing.assert_allclose(slab[box][known], expected[known], atol=5e-3)
+
+
+def test_slabs_are_the_rows_own_by_name(flow_world: Path) -> None:
+    """Each is the en-face file of its own name and scan, in the order of the names."""
+    volumes = flow_volumes_of(flow_world)
+    images = zarr.open_array(volumes.store.url + "/enface", mode="r")
+    assert images.attrs["slabs"] == list(volumes.names)
+    rows = [int(row) for row in volumes.rows if len(volumes.flow.names(int(row))) == len(volumes.names)]
+    for row in rows:
+        box = (slice(None), *volumes.field(row))
+        assert np.array_equal(np.rint(255 * volumes.read(row)[box]), images[row][box])
+    first, second = (images[row] for row in rows[:2])
+    assert not np.array_equal(first, second)
+
+
+class Narrow(translation.FlowVolumes):
+    """A scan that does not fill its grid."""
+
+    def field(self, row: int) -> tuple[slice, slice]:
+        return slice(0, 7), slice(3, 14)
+
+
+def test_ssim_is_of_the_scanned_field_alone(flow_world: Path) -> None:
+    volumes = flow_volumes_of(flow_world)
+    narrow = Narrow(**vars(volumes))
+    row = int(volumes.of(TRAIN)[0])
+    predicted = np.full_like(volumes.read(row), 0.3)
+    box = narrow.field(row)
+    lines = translation.measure(narrow, row, predicted, PROJECTION)
+    assert [line["name"] for line in lines] == list(volumes.names)
+    for line, own, truth in zip(lines, predicted, volumes.read(row), strict=True):
+        assert line["ssim"] == pytest.approx(ssim_of(own[box], truth[box]), abs=1e-4)
+        assert line["l1"] == pytest.approx(np.abs(own[box] - truth[box]).mean())
+
+
+def test_slabs_that_a_volume_lacks_are_unknown(flow_world: Path) -> None:
+    volumes = flow_volumes_of(flow_world)
+    stored = StoredFlow.open(volumes.store.url)
+    lacking = int(stored.index.row[stored.index.left_out != ""].item())
+    known = ~np.isnan(volumes.read(lacking)).all(axis=(1, 2))
+    assert known.tolist() == [True, False, True, True]
+    box = (slice(None), *volumes.field(lacking))
+    assert not np.isnan(volumes.read(lacking)[known][box]).any()
+    assert lacking in flow_volumes_of(flow_world, "task.names=[superficial]").of(EVALUATED)
+    with pytest.raises(
+        UserError, match="with the slabs deep, found 1"
+    ):  # two people are evaluated, one has it
+        flow_volumes_of(flow_world, "task.names=[deep]")
+
+
+def test_what_does_not_fit_is_refused(flow_world: Path, trained_flow: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"task\.names: expected some of superficial, .* found vitreous"):
+        flow_volumes_of(flow_world, "task.names=[vitreous]")
+    with pytest.raises(ConfigError, match=r"task\.names: expected null with task.kind classification"):
+        config(flow_world, "task.names=[deep]")
+    with pytest.raises(ConfigError, match=r"task\.names: expected None as in training"):
+        evaluate(translation.TRANSLATION, str(trained_flow), [f"run.dir={tmp_path}", "task.names=[deep]"])
+    words = ["--checkpoint", str(trained_flow), "--out", str(tmp_path), "--dicom", "scan.dcm"]
+    with pytest.raises(UserError, match="a head of layers with --format heightmap, found one of translation"):
+        predict_command.main([*words, "--format", "heightmap"])
+
+
+def test_files_get_the_slabs_of_their_volumes(flow_world: Path, trained_flow: Path, tmp_path: Path) -> None:
+    """In the scan's own B-scans and A-scans, in the order of the file: what the decoder says of the store's
+    volume.
+    """
+    volumes = flow_volumes_of(flow_world)
+    head, store = translation.TRANSLATION.open_head(str(trained_flow), StorageOptions()), volumes.store
+    row = int(next(iter(store.index.index[store.index.flipped_d]), store.kept[0]))
+    path = flow_world / "tree" / store.index.path[row]
+    words = [
+        "--checkpoint",
+        str(trained_flow),
+        "--out",
+        str(tmp_path),
+        "data.workers=0",
+        "--dicom",
+        str(path),
+    ]
+    assert predict_command.main(words) == 0
+    (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
+    assert (line["task"], line["calibrated"], line["slabs"]) == ("translation", False, list(head.names))
+    assert set(line) == documented("slabs")
+    with np.load(tmp_path / line["arrays"]) as arrays:
+        slabs = arrays["slabs"]
+    record = store.index.loc[row]
+    assert slabs.shape == (len(head.names), record.shape_before_d, record.shape_before_w)
+    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME)
+    predicted = translation.SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
+        head.arms[0].decoder, row
+    )
+    for name, slab, own in zip(head.names, slabs, volumes.cropped(row, predicted), strict=True):
+        assert line["mean"][name] == pytest.approx(own.mean(), abs=0.02)
+        assert np.nanmin(slab) >= 0
+        assert np.nanmax(slab) <= 1
+    assert (tmp_path / line["picture"]).read_bytes().startswith(b"\x89PNG")
+    order = interleaved(path, other := tmp_path / "turned" / path.name)
+    assert predict_command.main([*words[:2], "--out", str(tmp_path / "b"), *words[4:6], str(other)]) == 0
+    second = json.loads((tmp_path / "b" / "predictions.jsonl").read_text())
+    with np.load(tmp_path / "b" / second["arrays"]) as arrays:
+        np.testing.assert_array_equal(arrays["slabs"], slabs[:, order])

@@ -21,7 +21,7 @@ from data_setup.store.format import INDEX_COLUMNS, RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
 from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
-from finetuning.cohort.predictions import Predictions
+from finetuning.cohort.metrics import Predictions
 from models.probes.features import pool_tokens
 from models.vjepa3d import VJEPA3D
 from utils.checkpoint import CheckpointWriter

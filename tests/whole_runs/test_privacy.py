@@ -39,9 +39,9 @@ from data_setup.readers.open_record import open_record
 from data_setup.resample import NEAREST
 from data_setup.store.reader import PreparedStore
 from finetuning.embedding.scans import Scan
-from finetuning.embedding.volumes import ScanFile
+from finetuning.embedding.volumes import read_scan
 from finetuning.prediction.files import Files
-from tests.finetuning.test_segment import Bright, Edge, arm
+from tests.finetuning.test_scans import Bright, Edge, arm
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
@@ -274,7 +274,7 @@ def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
     assert line["status"] == "kept", line
     assert len(list(out.rglob("*.*"))) >= 1
     assert leaks(out) == []
-    volume = ScanFile(0, scan, cfg.spatial, cfg.data.storage_options, NEAREST)()
+    volume = read_scan(0, scan, cfg.spatial, cfg.data.storage_options, NEAREST)
     assert not NEEDLE.search(repr((line, volume.fields, files.notes)).encode())
 
 

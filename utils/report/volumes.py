@@ -1,7 +1,7 @@
 """Volumes for the slice viewer: every B-scan in one picture, and what can be laid over it.
 
 In: snapshots of training (utils.report.pictures), and pictures of predicted layers that
-finetuning.dense.layers.kind writes with `save_layers`. Out: dictionaries that assets/report.js draws:
+finetuning.dense.layers writes with `save_layers`. Out: dictionaries that assets/report.js draws:
 `sheet` has all B-scans side by side, `columns` in a row; masks and features are bytes of tokens, surfaces
 heights in voxels. D is the B-scan axis.
 """

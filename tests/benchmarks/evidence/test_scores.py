@@ -31,7 +31,7 @@ from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import main as prepare
 from data_setup.store.reader import PreparedStore
 from finetuning.features import yardsticks
-from finetuning.features.pooled import raw_features
+from finetuning.features.kept import raw_features
 from models.probes import hidden
 from models.probes.tokens import less_protocol_mean, position_columns
 from tests.support.evidence_factory import small_truth

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
-from finetuning.features.pooled import pretrained_encoder
+from finetuning.features.kept import pretrained_encoder
 from models.vjepa3d import VJEPA3D
 from models.weights.__main__ import main
 from models.weights.files import read_weights

@@ -1,1 +1,0 @@
-"""Tests of finetuning/heads/frozen.py, features/ and head_file.py."""

@@ -63,14 +63,16 @@ def with_label_maps(
         names = {_CHANNEL.sub("", _ENDING.sub("", posixpath.basename(s.path))) for s in fitting}
         for scan in fitting if len(names) == 1 else []:
             pairs.setdefault(scan.path, []).append(entry)
-    paired = {one.path: path for path, some in pairs.items() if len(some) == 1 for one in some}
+    paired = {path: some[0] for path, some in pairs.items() if len(some) == 1}
+    scan_of = {one.path: path for path, one in paired.items()}
+    png = {posixpath.dirname(path) for path in sizes if path.lower().endswith(".png")}
+    exact = {path for path in scan_of if levels[path] < FEWEST_PLAIN_LEVELS}
+    exact = {path for path in exact if path in png or path.lower().endswith(_READ)}
     return [
-        _left_out(entry, paired.get(entry.path))
+        _left_out(entry, scan_of.get(entry.path), entry.path in exact)
         if entry.path in maps
-        else replace(entry, label_volume=_place(some[0]))
-        if len(some := pairs.get(entry.path, [])) == 1
-        and not entry.label_volume
-        and levels[some[0].path] < FEWEST_PLAIN_LEVELS
+        else replace(entry, label_volume=_place(paired[entry.path]))
+        if entry.path in paired and not entry.label_volume and paired[entry.path].path in exact
         else entry
         for entry in entries
     ]
@@ -158,13 +160,14 @@ def _key(entry: Entry, is_scan: bool = False) -> str:
 
 
 def _place(entry: Entry) -> str:
-    """What the column label_volume says: a file or a folder below the root, where it can be read."""
-    is_read = entry.kind == IMAGES or entry.path.lower().endswith(_READ)
-    return entry.path + (f"/{entry.files}" if entry.files else "") if is_read else ""
+    """What the column label_volume says: a file or a folder below the root."""
+    return entry.path + (f"/{entry.files}" if entry.files else "")
 
 
-def _left_out(entry: Entry, scan: str | None) -> Entry:
+def _left_out(entry: Entry, scan: str | None, is_exact: bool) -> Entry:
     paired = f"label_volume of {scan}" if scan else "no scan of its name and size: fill label_volume yourself"
+    if scan and not is_exact:
+        paired = f"of {scan}; not in its label_volume, which takes whole classes: .npz, NIfTI or PNG, no JPEG"
     return replace(entry, status=LABEL_MAP, message=f"a label map, and no scan ({paired})")
 
 

@@ -134,4 +134,6 @@ def test_label_maps_are_no_eyes(tmp_path: Path, write: Callable[[Path], dict[str
     left_out = table(tmp_path / "left_out.tsv") if (tmp_path / "left_out.tsv").exists() else {}
     assert {v for v in pairs.values() if v} <= set(left_out)
     assert {row["reason"] for row in left_out.values()} <= {"few_grey_levels", "unsupported_pixels"}
+    words = {row["message"].partition("(")[2].split()[0] for row in left_out.values()}
+    assert words <= ({"label_volume", "no"} if any(pairs.values()) else {"of", "no", "label"}), words
     assert not {"masks", "labelsTr"} & {row["person_id"] for row in rows.values()} or not left_out

@@ -15,6 +15,8 @@ import pytest
 from data_setup.index.visit import visit_date_of
 from data_setup.manifest import unknown_record
 from data_setup.readers.dicom import OCTHeader
+from data_setup.readers.heights import HEIGHT_MAP_CLASS
+from data_setup.readers.octa import FLOW_CLASS
 from data_setup.resample import NEAREST
 from finetuning.dense.layers.etdrs import SECTORS
 from finetuning.dense.layers.kind import by_eye
@@ -27,6 +29,7 @@ from finetuning.prediction.files import between, sizes
 from finetuning.prediction.labels import decided
 from finetuning.prediction.study import write_study
 from finetuning.prediction.thickness import NOT_GIVEN, measured, read_foveas
+from tests.data_setup.dicom.reading import assign
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.heights_factory import SMOKE
 from tests.support.import_factory import write_images, write_nifti, write_tiff, write_yaml
@@ -35,6 +38,7 @@ from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
 OPTIONS = StorageOptions()
+PHOTOGRAPH = "1.2.840.10008.5.1.4.1.1.77.1.5.1"
 SHAPE, SPACING = (16, 200, 48), (0.12, 0.004, 0.05)
 NAMES = {"P01/OD", "P01/OS.nii.gz", "P02/OD.tif", "P02/OS.npy", "P03/scan.dcm"}
 
@@ -110,6 +114,29 @@ def test_what_is_no_scan(tree: Path, tmp_path: Path) -> None:
     absent = ScanFile(0, scan, load_config(SMOKE).spatial, OPTIONS, NEAREST)()
     assert isinstance(absent, Reject)
     assert absent.fields["status"] == "missing_file"
+
+
+def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole tree in AI-READI's layout: its scans alone."""
+    write_opt(tmp_path / "retinal_oct", speckle(*SHAPE), name="scan.dcm", spacing=(0.4, 0.011, 0.12))
+    for name, uid in {
+        "heights.dcm": HEIGHT_MAP_CLASS,
+        "photo.dcm": PHOTOGRAPH,
+        "cube.dcm": FLOW_CLASS,
+    }.items():
+        edit = assign(SOPClassUID=uid)
+        write_opt(tmp_path / "other", speckle(), name=name, edit=edit)
+    (tmp_path / "truth").mkdir()
+    np.savez(tmp_path / "truth" / "1.2.3.npz", layers=speckle())
+    assert "truth/1.2.3.npz" in named(Places(files=[str(tmp_path)]))  # of somebody else it may be anything
+    (tmp_path / "synthetic.json").write_text("{}")
+    for places in (Places(files=[str(tmp_path)]), Places(dicoms=[str(tmp_path)])):
+        assert set(named(places)) == {"retinal_oct/scan.dcm"}
+        assert (
+            "3 DICOM files that are no OCT volume, such as height maps, are left" in capsys.readouterr().out
+        )
 
 
 def test_the_manifest_of_a_folder_says_what_no_file_does(

@@ -187,7 +187,7 @@ def _unused_labels(rows: Sequence[Entry]) -> list[str]:
 
 def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -> list[str]:
     """What neither a file nor the manifest says, and where to write it; `filled`: columns of each path."""
-    lines = []
+    lines, places_of = [], set()  # the groups whose places a line above has
     for name, (lacks, yaml, column) in _NEEDS.items():
         asked = set(column.split(", ")) if column else set()
         part = [e for e in rows if lacks(e) and not (asked and asked <= filled.get(e.path, set()))]
@@ -201,7 +201,10 @@ def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -
         if len(alike) < 2:
             places = [f"`{yaml}` into {_yaml_for(root, opened, opened)}"] if alike else []
             lines.append(f"{text}: write {', or '.join([*places, *column_of])}")
+        elif (paths := tuple(e.path for e in opened)) in places_of:
+            lines.append(f"{text}: write {', or '.join([f'`{yaml}` into the same files', *column_of])}")
         else:
+            places_of.add(paths)
             lines.append(f"{text}: write{f' {column_of[0]}, or' if column_of else ''} for each group")
             for group in alike:
                 what = f"{group[0].device}, {_size(group[0])}: {len(group)} ({_names(group)})"

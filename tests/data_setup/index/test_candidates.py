@@ -147,6 +147,10 @@ def test_files_that_were_not_fetched_and_names_that_are_no_text_are_named(
     assert "skipped: a link to nowhere, not fetched perhaps (git annex get): 1" in text.err
     rows = table(root / "left_out.tsv")
     assert rows.pop("M\\xfcller.dcm")["reason"] == "bad_name"
+    assert (
+        "a pointer of git-annex in its place; next: git annex get (annexed" in rows["annexed.nii"]["message"]
+    )
+    assert rows.pop("annexed.nii")["reason"] == "missing_file"
     assert set(rows) == {"lfs.dcm", "lfs.nii.gz", "lfs.vol", "IM0009", "b", "t/1.tif"}
     assert {row["reason"] for row in rows.values()} == {"missing_file"}
     assert all("a pointer of git-lfs in its place; next: git lfs pull" in r["message"] for r in rows.values())

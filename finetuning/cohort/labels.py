@@ -84,7 +84,7 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
         refuse_name(url, column)
     usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
     ids = (task.id_column,) if task.id_column else usual_ids
-    table, header, id_column = read_table(url, cfg.data.storage_options, columns, ids)
+    table, header, id_column = read_table(url, cfg.data.storage_options, columns, ids, "task.id_column")
     for column in columns:
         refuse_dates(url, column, [row[column] for row in table.values()])
     side_column = _side_column(url, task, header)
@@ -148,7 +148,7 @@ def check_table(config: str, overrides: Sequence[str]) -> None:
         return
     usual_ids = VOLUME_COLUMNS if task.unit == "volume" else PERSON_COLUMNS
     ids = (task.id_column,) if task.id_column else usual_ids
-    _, header, _ = read_table(url, storage_options_of(overrides), label_columns(task), ids)
+    _, header, _ = read_table(url, storage_options_of(overrides), label_columns(task), ids, "task.id_column")
     _side_column(url, task, header)
 
 

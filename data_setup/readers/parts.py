@@ -23,7 +23,11 @@ _OF_CONCATENATION = (
     *("ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber"),
     *("ConcatenationFrameOffsetNumber", "SOPInstanceUIDOfConcatenationSource"),
 )
-_OF_TIME = ("TemporalPositionIndex", "TemporalPositionIdentifier", "NumberOfTemporalPositions")
+_OF_TIME = (
+    *("TemporalPositionIndex", "TemporalPositionIdentifier", "NumberOfTemporalPositions"),
+    *("NumberOfTimeSlices", "NumberOfTimeSlots"),
+)
+_OF_DAYS = ("FrameAcquisitionDateTime", "FrameReferenceDateTime")
 _OFFSET = "TemporalPositionTimeOffset"
 PART_TAGS = [*_OF_CONCATENATION, *_OF_TIME, _OFFSET, "TemporalPositionSequence", "DimensionIndexSequence"]
 _SEQUENCES = (  # of the functional groups, in which these attributes may stand
@@ -115,6 +119,9 @@ def _signs(ds: Dataset) -> Iterator[str]:
         for value in _values(ds, name):
             if numbers(value) != (1.0,):
                 yield f"a temporal position beside the first ({name}): write each to a separate file"
+    for name in _OF_DAYS:
+        if (days := len({str(value)[:8] for value in _values(ds, name)})) > 1:
+            yield f"B-scans of {days} days ({name}): write each to a separate file"
     if len({numbers(value) for value in _values(ds, _OFFSET)}) > 1:
         yield f"several temporal positions ({_OFFSET}): write each to a separate file"
     for name, column in _columns(ds):

@@ -118,6 +118,10 @@ def steps(mm: float) -> Edit:
     return in_frames("ImagePositionPatient", [[0, i * mm, 0] for i in range(COUNT)], "PlanePositionSequence")
 
 
+def drop(keyword: str) -> Edit:
+    return lambda ds: delattr(ds, keyword)
+
+
 def all_of(*edits: Edit) -> Edit:
     return lambda ds: [edit(ds) for edit in edits] and None
 
@@ -200,7 +204,7 @@ MISSING, RANGE = RejectReason.FRAME_COUNT_MISMATCH, RejectReason.IMPLAUSIBLE_SPA
 PIXELS = RejectReason.UNSUPPORTED_PIXELS
 ANATOMY, MEASURES = "FrameAnatomySequence", "PixelMeasuresSequence"
 VALUES, PLANES = "PixelValueTransformationSequence", "PlaneOrientationSequence"
-LOCATION = "OphthalmicFrameLocationSequence"
+LOCATION, TAKEN = "OphthalmicFrameLocationSequence", "FrameAcquisitionDateTime"
 DISTANCE = at(f"shared {MEASURES}", SpacingBetweenSlices=0.12)
 PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
@@ -236,6 +240,9 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": in_frames(OFFSET, [0.0, 9.0] * 4, "TemporalPositionSequence")}, VOLUME, OFFSET),
         ({"edit": assign(NumberOfTemporalPositions=2)}, VOLUME, "NumberOfTemporalPositions"),
         ({"edit": assign(TemporalPositionIdentifier=2)}, VOLUME, "TemporalPositionIdentifier"),
+        ({"edit": assign(NumberOfTimeSlices=2)}, VOLUME, "NumberOfTimeSlices"),
+        ({"edit": in_frames(TAKEN, ["20240131101010", "20240201101010"] * 4)}, VOLUME, "B-scans of 2 days"),
+        ({"edit": in_frames(TAKEN, ["20240131101010", "20240131101011"] * 4)}, None, ""),
         ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
         ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
         ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),
@@ -250,6 +257,11 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4])}, VOLUME, "B-scan 4"),
         ({"edit": directions([*[RIGHT] * 6, (1, 0, 0, 0, 0, 1), RIGHT])}, VOLUME, "B-scan 7"),
         ({"edit": directions([LEFT] * 8)}, MISMATCH, "right to left"),
+        ({"edit": directions([(1, 0, 0, 1, 0, 0)] * 8)}, MISMATCH, "at right angles"),
+        ({"edit": directions([(0, 0, 0, 0, 0, 0)] * 8)}, None, ""),  # placeholders
+        ({"edit": assign(PresentationLUTShape="INVERSE")}, MISMATCH, "INVERSE (PresentationLUTShape)"),
+        ({"edit": assign(PresentationLUTShape="IDENTITY")}, None, ""),
+        ({"edit": drop("PhotometricInterpretation")}, MISMATCH, "a complete pixel description"),
         ({"positions": steps_along(COUNT, 1, 0.2)}, MISMATCH, "5 %"),
         ({"positions": steps_along(COUNT, 2, 0.127)}, MISMATCH, "5 %"),
         ({"spacing": (0.12, 0.0117, 0.0039)}, RANGE, "axial"),

@@ -31,19 +31,7 @@ MAX_XML_BYTES = 2**28
 DEVICE = "heidelberg_spectralis"
 _ROOTS = ("HEDX", "BODY", "Series")
 _LINE = ("Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y")
-_ONCE = [
-    "Laterality",
-    "NumImages",
-    "ImageNumber",
-    "Type",
-    "Height",
-    "Width",
-    "ScaleX",
-    "ScaleY",
-    "X",
-    "Y",
-    "ExamURL",
-]  # in an element
+_ONCE = re.compile("Laterality|NumImages|ImageNumber|Type|Height|Width|ScaleX|ScaleY|X|Y|ExamURL")
 _Point = tuple[float, float]
 
 
@@ -109,7 +97,7 @@ def read_export(url: str, options: StorageOptions | None) -> Export:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one series of OCT B-scans", len(series))
     for part in series[0].iter():
         stated: dict[str, str | None] = {}
-        for leaf in (leaf for leaf in part if leaf.tag in _ONCE):
+        for leaf in (leaf for leaf in part if _ONCE.fullmatch(leaf.tag)):
             if stated.setdefault(leaf.tag, leaf.text) != leaf.text:
                 expected = f"one {leaf.tag} in a part of the XML"
                 raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "two values")

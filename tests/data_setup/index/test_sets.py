@@ -15,7 +15,7 @@ import yaml
 
 from data_setup import prepare
 from data_setup.index import cli
-from data_setup.index.sets import NO_VOLUMES, PLUGS, preset, read
+from data_setup.index.sets import NO_VOLUMES, PLUGS, owners, preset, read
 from data_setup.index.sets.facts import MARKS, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore

@@ -58,8 +58,6 @@ def find_candidates(
             others["names that are no UTF-8"] += 1
         elif any(part.startswith(".") or part == "__MACOSX" for part in parts):
             others["hidden files"] += 1
-        elif "truth" in parts and f"{path.rpartition('truth/')[0]}synthetic.json" in sizes:
-            others["truth of a phantom"] += 1
         elif path.endswith(SURFACES_ENDING):
             others["surfaces of layers"] += 1
         elif path in TABLES or path.lower().endswith((".yaml", ".yml")) or parts[-1] == FOLDER_SIDECAR:

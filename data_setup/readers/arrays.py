@@ -11,7 +11,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,17 +71,24 @@ def list_arrays(file: IO[bytes], url: str) -> dict[str, Stored]:
                 raise ValueError("an .npy file of no numbers, or of another version")
             return {"": stored}
         if head[:4] == b"PK\x03\x04":
-            return _npz_headers(file)
+            return _npz_headers(file, url)
         if _is_hdf5(head):
             with _open_hdf5(file, url) as opened:
                 sets = _own_sets(opened, url)
                 return {n: Stored(tuple(d.shape[::-1]), d.dtype.newbyteorder("=")) for n, d in sets.items()}
         listed = whosmat(file)
+        check_once([name for name, _, _ in listed], url)
         return {
             name: Stored(tuple(int(n) for n in shape), np.dtype(_CLASSES[kind]))
             for name, shape, kind in listed
             if kind in _CLASSES
         }
+
+
+def check_once(names: Sequence[str], url: str) -> None:
+    """Raise header_mismatch for two arrays of one name, of which a library gives one."""
+    if len(set(names)) < len(names):
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, "arrays of different names", "a name twice")
 
 
 def load_array(file: IO[bytes], url: str, name: str) -> np.ndarray:
@@ -189,9 +196,10 @@ def _npy_header(file: IO[bytes]) -> Stored | None:
     return Stored(shape, dtype.newbyteorder("=")) if dtype.kind in "uif" else None
 
 
-def _npz_headers(file: IO[bytes]) -> dict[str, Stored]:
+def _npz_headers(file: IO[bytes], url: str) -> dict[str, Stored]:
     arrays = {}
     with zipfile.ZipFile(file) as archive:
+        check_once(archive.namelist(), url)
         for member in (m for m in archive.namelist() if m.endswith(".npy")):
             with archive.open(member) as opened:
                 if (stored := _npy_header(opened)) is not None:

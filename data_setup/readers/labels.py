@@ -22,6 +22,7 @@ from PIL import Image
 
 from data_setup.protocols import Shape
 from data_setup.readers import nifti
+from data_setup.readers.arrays import check_once
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import read_stated_heights
@@ -141,6 +142,7 @@ def _arrays(url: str, names: Sequence[str], options: StorageOptions | None) -> d
         with reading(url, RejectReason.CORRUPT_FILE, "an .npz file"):
             content = np.load(io.BytesIO(data), allow_pickle=False)
             present = sorted(content.files)  # an .npy has none
+            check_once(present, url)
             arrays = {name: np.array(content[name]) for name in names if name in present}
     except zipfile.BadZipFile:
         raise OCTReadError(url, RejectReason.CORRUPT_FILE, "an .npz file", "a damaged zip") from None

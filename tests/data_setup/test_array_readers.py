@@ -1,5 +1,6 @@
 """MATLAB, NumPy and MetaImage: the same voxels as other libraries write them, and damaged files."""
 
+import io
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -183,6 +184,22 @@ def test_an_hdf5_reads_only_itself(
     error = reject(tmp_path / "eye.mat", "{axes: [D, H, W], array: images}")
     assert error.reason == reason
     assert str(tmp_path / "other") not in error.detail
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("ending", ["mat", "npz"])
+def test_an_array_stands_once(tmp_path: Path, ending: str) -> None:
+    """Libraries give the last of two."""
+    path, voxels = tmp_path / f"eye.{ending}", io.BytesIO()
+    if ending == "mat":
+        savemat(path, {"v": VOXELS})
+        path.write_bytes(path.read_bytes() + path.read_bytes()[128:])
+    else:
+        np.save(voxels, VOXELS)
+        with zipfile.ZipFile(path, "w") as file:
+            for _ in range(2):
+                file.writestr("v.npy", voxels.getvalue())
+    assert reject(path, "{axes: [D, H, W]}").reason == RejectReason.HEADER_MISMATCH
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ ODD_NAMES = {  # file -> PatientID
     "10/u\u0308ber/\u00fcber.dcm": "Zo\u00eb",
     "11/unknown": "unknown",
     "12/dots..dcm": "v1.0",
+    "13/blank.dcm ": "blank",
 }
 
 

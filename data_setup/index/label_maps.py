@@ -18,7 +18,7 @@ import numpy as np
 
 from data_setup.attach.directions import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.index.candidates import IMAGES, SURFACES_ENDING
-from data_setup.index.look import OK, Entry
+from data_setup.index.look import OK, STAND_IN, Entry
 from data_setup.manifest import unknown_record
 from data_setup.protocols import Triple
 from data_setup.readers.dicom import FEWEST_PLAIN_LEVELS, open_file
@@ -34,9 +34,9 @@ from utils.storage import StorageError, join, list_names, write_bytes
 LABEL_MAP = RejectReason.FEW_GREY_LEVELS.value
 _KINDS = ("DICOM", "NIfTI", "NumPy", "MATLAB", "MetaImage", "TIFF", IMAGES)  # labels come in them
 _READ = (".nii", ".nii.gz", ".npz")  # and folders of PNG: what `label_volume` may name
+_SURE = r"(label|mask)s?(maps?)?|segs?|segment(ed|ations?)|gts?|(ground)?truths?|annotat(ed|ions?)"
 _LABELS = re.compile(  # words of a name; a wrong one costs a look
-    r"(label|mask)s?(maps?)?|segs?|segment(ed|ations?)|gts?|(ground)?truths?|annotat(ed|ions?)|contours?|rois?"
-    r"|preds?|predict(ed|ions?)|manual|lesions?|layers?|binary|targets?"
+    rf"{_SURE}|contours?|rois?|preds?|predict(ed|ions?)|manual|lesions?|layers?|binary|targets?"
 )
 _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|originals?")
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
@@ -104,9 +104,10 @@ def localizers(root: str, entries: Sequence[Entry], options: StorageOptions) -> 
     return lines
 
 
-def is_place_of_labels(path: str) -> bool:
+def is_place_of_labels(path: str, pattern: str | re.Pattern[str] = _LABELS) -> bool:
     """Whether a name in the path is that of labels: labelsTr, masks, eye_seg.nii.gz."""
-    return any(_LABELS.fullmatch(word) for part in _ENDING.sub("", path).split("/") for word in _words(part))
+    names = _ENDING.sub("", path).split("/")
+    return any(re.fullmatch(pattern, word) for name in names for word in _words(name))
 
 
 def _words(name: str) -> list[str]:
@@ -127,25 +128,24 @@ def _may_be_labels(entry: Entry, sizes: Mapping[str, int]) -> bool:
 def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
     """EXACT or BLURRED labels, None of a scan; what cannot be read is labels by its place only."""
     record = unknown_record(join(root, entry.path), entry.path)
-    record = replace(record, spacing_mm=entry.spacing_mm or (0.1, 0.003, 0.01), files=entry.files or None)
-    is_place, counts = is_place_of_labels(entry.path), np.zeros(256, int)
+    record = replace(record, spacing_mm=entry.spacing_mm or STAND_IN, files=entry.files or None)
+    counts = np.zeros(256, int)
     num_pairs = num_same = 0  # neighbours, of which the first is no background
     try:
         for frame in open_record(record, options)[1]:
             counts += np.bincount(frame.ravel(), minlength=256)
-            if not is_place and np.count_nonzero(counts) >= FEWEST_PLAIN_LEVELS:
-                return None
             one = frame[:, :-1] != counts.argmax()
             num_pairs += int(np.count_nonzero(one))
             num_same += int(np.count_nonzero(one & (frame[:, :-1] == frame[:, 1:])))
     except OCTReadError as error:
         by_content = (RejectReason.FEW_GREY_LEVELS, RejectReason.CONSTANT_VOLUME)
-        return EXACT if error.reason in by_content or (entry.status != OK and is_place) else None
+        by_place = entry.status != OK and is_place_of_labels(entry.path, _SURE)
+        return EXACT if error.reason in by_content or by_place else None
     except StorageError:
         return None
     if np.count_nonzero(counts) < FEWEST_PLAIN_LEVELS or num_same > _SAME_SHARE * num_pairs:
         return EXACT
-    return BLURRED if _are_peaks(counts) else None
+    return BLURRED if is_place_of_labels(entry.path) and _are_peaks(counts) else None
 
 
 def _are_peaks(counts: np.ndarray) -> bool:

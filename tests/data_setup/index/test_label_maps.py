@@ -72,12 +72,14 @@ def other_words(root: Path) -> dict[str, str]:
     write_images(root / "Schulz_scans/1", speckle(seed=2))
     write_images(root / "Weber_contours/1", LABELS)  # of nobody here
     write_nifti(root / "P4/oct.nii.gz", speckle(seed=4), SPACING)
+    np.save(root / "P5_manual.npy", speckle())  # axes unknown: no word here says more
     many = np.broadcast_to(np.arange(40, dtype=np.uint8)[:, None] * 5, (6, 40, 36))
     write_nifti(root / "P4/oct_layers.nii.gz", many, SPACING)
     return {
         "input/Meier_1": "ManualSegmentation/Meier_1",
         "Schulz_scans/1": "",
         "P4/oct.nii.gz": "P4/oct_layers.nii.gz",
+        "P5_manual.npy": "",
     }
 
 

@@ -190,7 +190,7 @@ def load_labels(cfg: Config) -> dict[str, str]:
     required = () if cfg.task.labels_path is None and column in _OPTIONAL_COLUMNS else (column,)
     ids = (cfg.task.id_column,) if cfg.task.id_column else PERSON_COLUMNS
     try:
-        table, _, id_column = read_table(url, cfg.data.storage_options, required, ids)
+        table, _, id_column = read_table(url, cfg.data.storage_options, required, ids, "task.id_column")
     except StorageNotFoundError:
         if cfg.task.labels_path is None and not required and may_lack_participants(cfg):
             return {}

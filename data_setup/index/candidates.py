@@ -104,7 +104,7 @@ def _parts(root: str, one: Candidate, options: StorageOptions) -> list[str]:
 
 def _dicom_by_name(name: str) -> str | None:
     """DICOM for the endings that it goes by, for no ending, and for one of digits, as in a UID."""
-    suffix = PurePosixPath(name).suffix.lower()
+    suffix = PurePosixPath(name).suffix.lower().strip()
     return "DICOM" if suffix in ("", *_DICOM_ENDINGS) or suffix[1:].isdigit() else None
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from data_setup.attach.jobs import CLEARER_STEP, LEAST_STEP, edge_step
 from data_setup.index.candidates import IMAGES, SURFACES_ENDING
-from data_setup.index.look import OK, Entry
+from data_setup.index.look import OK, STAND_IN, Entry
 from data_setup.manifest import unknown_record
 from data_setup.protocols import Triple
 from data_setup.readers.dicom import FEWEST_PLAIN_LEVELS, open_file
@@ -34,15 +34,19 @@ from utils.storage import StorageError, join, list_names, write_bytes
 LABEL_MAP = RejectReason.FEW_GREY_LEVELS.value
 _KINDS = ("DICOM", "NIfTI", "NumPy", "MATLAB", "MetaImage", "TIFF", IMAGES)  # labels come in them
 _READ = (".nii", ".nii.gz", ".npz")  # and folders of PNG: what `label_volume` may name
-_WORD = r"(?:labels?|masks?|seg|segs|segmentations?|gt|ground[_ -]?truth|annotated|annotations?)"
-_FOLDER = re.compile(rf"{_WORD}(?:T[rs]|Val|_?(?:tr|ts|train|val|test))?|\w+_masks?", re.IGNORECASE)
-_OF_SCANS = re.compile(r"(?:images?|imgs?|(?:b[_-]?)?scans?|volumes?|oct)(?:T[rs]|Val)?", re.IGNORECASE)
-_STEM = re.compile(rf"^{_WORD}[_-]|[_-]{_WORD}$", re.IGNORECASE)
+_SURE = r"(label|mask)s?(maps?)?|segs?|segment(ed|ations?)|gts?|(ground)?truths?|annotat(ed|ions?)"
+_LABELS = re.compile(  # words of a name; a wrong one costs a look
+    rf"{_SURE}|contours?|rois?|preds?|predict(ed|ions?)|manual|lesions?|layers?|binary|targets?"
+)
+_OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|originals?")
+_BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
 _CHANNEL = re.compile(r"_0\d{3}$")  # of nnU-Net
 _PACKED = 0.02  # bytes of a gzipped file for each voxel; speckle takes fifty times as many
 # Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
 _PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 16, 2, 0.95, 0.45
+_SAME_SHARE = 0.9  # of neighbours; of a scan's voxels half are equal at most
+EXACT, BLURRED = "exact", "blurred"
 _ENDING = re.compile(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", re.IGNORECASE)
 FOLDER = "surfaces"
 _LOOKED_AT = 8  # B-scans that say which way lines run
@@ -52,25 +56,27 @@ def with_label_maps(
     root: str, sizes: Mapping[str, int], entries: Sequence[Entry], options: StorageOptions
 ) -> list[Entry]:
     """The entries with label maps left out, and paired with their scans; raises StorageError."""
-    levels = {e.path: _label_levels(root, e, options) for e in entries if _may_be_labels(e, sizes)}
-    maps = {path for path, count in levels.items() if count}
+    looks = {e.path: _look(root, e, options) for e in entries if _may_be_labels(e, sizes)}
+    maps = {path for path, look in looks.items() if look is not None}
     scans: dict[str, list[Entry]] = {}
     for entry in (e for e in entries if e.is_row and e.path not in maps):
         scans.setdefault(_key(entry, is_scan=True), []).append(entry)
     pairs: dict[str, list[Entry]] = {}  # path of a scan -> its label maps
     for entry in (e for e in entries if e.path in maps):
-        fitting = [s for s in scans.get(_key(entry), []) if s.shape == entry.shape or not entry.shape]
+        of_name = scans.get(_key(entry)) or scans.get(_key(entry, is_loose=True), [])
+        fitting = [s for s in of_name if s.shape == entry.shape or not entry.shape]
         names = {_CHANNEL.sub("", _ENDING.sub("", posixpath.basename(s.path))) for s in fitting}
         for scan in fitting if len(names) == 1 else []:
             pairs.setdefault(scan.path, []).append(entry)
-    paired = {one.path: path for path, some in pairs.items() if len(some) == 1 for one in some}
+    paired = {path: some[0] for path, some in pairs.items() if len(some) == 1}
+    scan_of = {one.path: path for path, one in paired.items()}
+    png = {posixpath.dirname(path) for path in sizes if path.lower().endswith(".png")}
+    exact = {p for p in scan_of if looks[p] == EXACT and (p in png or p.lower().endswith(_READ))}
     return [
-        _left_out(entry, paired.get(entry.path))
+        _left_out(entry, scan_of.get(entry.path), entry.path in exact)
         if entry.path in maps
-        else replace(entry, label_volume=_place(some[0]))
-        if len(some := pairs.get(entry.path, [])) == 1
-        and not entry.label_volume
-        and levels[some[0].path] < FEWEST_PLAIN_LEVELS
+        else replace(entry, label_volume=_place(paired[entry.path]))
+        if entry.path in paired and not entry.label_volume and paired[entry.path].path in exact
         else entry
         for entry in entries
     ]
@@ -98,11 +104,15 @@ def localizers(root: str, entries: Sequence[Entry], options: StorageOptions) -> 
     return lines
 
 
-def is_place_of_labels(path: str) -> bool:
+def is_place_of_labels(path: str, pattern: str | re.Pattern[str] = _LABELS) -> bool:
     """Whether a name in the path is that of labels: labelsTr, masks, eye_seg.nii.gz."""
-    *folders, name = path.split("/")
-    bare = _ENDING.sub("", name)
-    return any(_FOLDER.fullmatch(part) for part in (*folders, name, bare)) or bool(_STEM.search(bare))
+    names = _ENDING.sub("", path).split("/")
+    return any(re.fullmatch(pattern, word) for name in names for word in _words(name))
+
+
+def _words(name: str) -> list[str]:
+    """labelsTr, annotated_masks -> labels, tr, annotated, masks."""
+    return [w.lower() for w in re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name))]
 
 
 def _may_be_labels(entry: Entry, sizes: Mapping[str, int]) -> bool:
@@ -115,23 +125,27 @@ def _may_be_labels(entry: Entry, sizes: Mapping[str, int]) -> bool:
     return is_place_of_labels(entry.path) or (is_packed and sizes.get(entry.path, voxels) < _PACKED * voxels)
 
 
-def _label_levels(root: str, entry: Entry, options: StorageOptions) -> int:
-    """The number of its grey levels, 0 of a scan; what cannot be read is labels by its place only."""
+def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
+    """EXACT or BLURRED labels, None of a scan; what cannot be read is labels by its place only."""
     record = unknown_record(join(root, entry.path), entry.path)
-    record = replace(record, spacing_mm=entry.spacing_mm or (0.1, 0.003, 0.01), files=entry.files or None)
-    is_place, counts = is_place_of_labels(entry.path), np.zeros(256, int)
+    record = replace(record, spacing_mm=entry.spacing_mm or STAND_IN, files=entry.files or None)
+    counts = np.zeros(256, int)
+    num_pairs = num_same = 0  # neighbours, of which the first is no background
     try:
         for frame in open_record(record, options)[1]:
             counts += np.bincount(frame.ravel(), minlength=256)
-            if not is_place and np.count_nonzero(counts) >= FEWEST_PLAIN_LEVELS:
-                return 0
+            one = frame[:, :-1] != counts.argmax()
+            num_pairs += int(np.count_nonzero(one))
+            num_same += int(np.count_nonzero(one & (frame[:, :-1] == frame[:, 1:])))
     except OCTReadError as error:
         by_content = (RejectReason.FEW_GREY_LEVELS, RejectReason.CONSTANT_VOLUME)
-        return int(error.reason in by_content or (entry.status != OK and is_place))
+        by_place = entry.status != OK and is_place_of_labels(entry.path, _SURE)
+        return EXACT if error.reason in by_content or by_place else None
     except StorageError:
-        return 0
-    levels = int(np.count_nonzero(counts))
-    return levels if levels < FEWEST_PLAIN_LEVELS or _are_peaks(counts) else 0
+        return None
+    if np.count_nonzero(counts) < FEWEST_PLAIN_LEVELS or num_same > _SAME_SHARE * num_pairs:
+        return EXACT
+    return BLURRED if is_place_of_labels(entry.path) and _are_peaks(counts) else None
 
 
 def _are_peaks(counts: np.ndarray) -> bool:
@@ -148,23 +162,31 @@ def _are_peaks(counts: np.ndarray) -> bool:
     return bool(sum(near) >= _NEAR_SHARE * counts.sum() and sum(core[1:]) >= _CORE_SHARE * beside)
 
 
-def _key(entry: Entry, is_scan: bool = False) -> str:
+def _key(entry: Entry, is_scan: bool = False, is_loose: bool = False) -> str:
     """What a scan and its label map have in common: the path without words of labels, scans and channels."""
     path = _ENDING.sub("", entry.path) if entry.kind != IMAGES else entry.path
-    *folders, name = path.split("/")
-    name = _STEM.sub("", name)
-    parts = [*folders, _CHANNEL.sub("", name) if is_scan else name]
-    return "/".join(p for p in parts if not (_FOLDER.fullmatch(p) or _OF_SCANS.fullmatch(p))).lower()
+    parts = (_CHANNEL.sub("", path) if is_scan else path).split("/")
+    return "/".join(filter(None, ("_".join(_rest(_words(part), is_loose)) for part in parts)))
+
+
+def _rest(words: list[str], is_loose: bool) -> list[str]:
+    """The words that say of what it is; `is_loose`: retina_masks is of everything beside it."""
+    rest = [word for word in words if not (_LABELS.fullmatch(word) or _OF_SCANS.fullmatch(word))]
+    if rest == words:
+        return words
+    rest = [word for word in rest if not _BESIDE.fullmatch(word)]
+    return [] if is_loose and not any(map(str.isdigit, rest)) else rest
 
 
 def _place(entry: Entry) -> str:
-    """What the column label_volume says: a file or a folder below the root, where it can be read."""
-    is_read = entry.kind == IMAGES or entry.path.lower().endswith(_READ)
-    return entry.path + (f"/{entry.files}" if entry.files else "") if is_read else ""
+    """What the column label_volume says: a file or a folder below the root."""
+    return entry.path + (f"/{entry.files}" if entry.files else "")
 
 
-def _left_out(entry: Entry, scan: str | None) -> Entry:
+def _left_out(entry: Entry, scan: str | None, is_exact: bool) -> Entry:
     paired = f"label_volume of {scan}" if scan else "no scan of its name and size: fill label_volume yourself"
+    if scan and not is_exact:
+        paired = f"of {scan}; not in its label_volume, which takes whole classes: .npz, NIfTI or PNG, no JPEG"
     return replace(entry, status=LABEL_MAP, message=f"a label map, and no scan ({paired})")
 
 

@@ -18,9 +18,10 @@ from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _VISIT = re.compile(
-    r"(visit|scan|vol|volume|oct|octs|series|exam|eyes?|oeil|œil|auge|ojo|occhio|olho|img|image|images|bscan|bscans|export|baseline|bl|month"
+    r"(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
     r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
-    r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface)\d*|v\d{0,2}|t\d{1,2}|(images|labels)t[rs]",
+    r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|kontrolle|termin"
+    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|ch(an|annel)?\d{1,2}|(images|labels)t[rs]",
     re.IGNORECASE,
 )
 _PROTOCOL = re.compile(
@@ -34,9 +35,16 @@ _MANY = re.compile(
     re.IGNORECASE,
 )
 _SHORT = re.compile(r"\d{1,3}")
-_DATE = re.compile(
-    r"(?<!\d)(19|20)\d\d[-_.]\d\d?[-_.]\d\d?(?!\d)|(?<!\d)\d\d?[-_.]\d\d?[-_.](19|20)\d\d(?!\d)"
+_MONTH = (  # between two numbers
+    r"(?:[-_.]\d\d?[-_.]"
+    r"|[-_. ](?:jan|feb|m[aä]r|apr|avr|ma[iy]|ju[nli]|aug|ao|sep|o[ck]t|nov|de[cz])[^\W\d_]*[-_. ])"
 )
+_DATE = re.compile(  # with the time behind it
+    rf"(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
+    r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?",
+    re.IGNORECASE,
+)
+_TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
 
 # `Patient1`: a name whatever is below it, but a longer number or another such name
 _PATIENT = re.compile(
@@ -100,7 +108,7 @@ def person_of_path(
     if accepted := list(islice(_accepted(names, by_folder, ids), 1)):
         return accepted[0]
     for name, above in names:  # visit_1, OD_1: better a number than all in one; better a date than an eye
-        if numbers := [w for w in _words(name) if _SHORT.fullmatch(w) or _is_date(w)]:
+        if numbers := [w for w in _words(name) if _SHORT.fullmatch(w) or _TIME.fullmatch(w) or _is_date(w)]:
             return "_".join(numbers), "/".join(above)
     *folders, last = PurePosixPath(path).parts
     name, above = next(((name, above) for name, above in names if _names(name)), (_stem(last), folders))
@@ -128,13 +136,18 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     several = {stem for stem, some in stems.items() if "0000" in some and len(some) <= _MOST_CHANNELS}
     channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_without_ending(p))) and m[1] in several}
     people = [person_of_path(path, by_folder, ids, channels) for path, by_folder in paths]
+    short = {person for person, _ in people if re.fullmatch(r"\d{6}", person)}
+    dates = (
+        short if all(_is_date(f"20{one}") or _is_date(f"{one[:4]}20{one[4:]}") for one in short) else set()
+    )
     places: dict[str, set[str]] = defaultdict(set)
     above: dict[int, tuple[str, str]] = {}
     for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
         nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
         # Fovea1 is no id beside 1001, P1 is one beside A2
         number = r"\d{3}" if re.search(r"\d", person) else r"\d"
-        if len(nearest) == 2 and not re.search(r"\d{3}", person) and re.search(number, nearest[1][0]):
+        is_word = person in dates or not re.search(r"\d{3}", person)
+        if len(nearest) == 2 and is_word and re.search(number, nearest[1][0]):
             above[nth] = nearest[1]
             places[_word_of(person)].add("/".join(nearest[1][::-1]))
     recur = {word for word, parents in places.items() if len(parents) > 1}
@@ -226,14 +239,15 @@ def _names_of(name: str) -> tuple[tuple[str, bool], ...]:
     """The words that may name a person, and whether each is a date: no eye, visit or protocol, and no short
     number right after one.
     """
-    names, is_after = [], False
+    names, is_after, is_dated = [], False, False
     for word in _words(name):
         is_date = _is_date(word)
         if _side(word) or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
             is_after = True
-        elif not (is_after and _SHORT.fullmatch(word)):
+        elif not (is_after and _SHORT.fullmatch(word)) and not (is_dated and _TIME.fullmatch(word)):
             names.append((word, is_date))
             is_after = is_date
+        is_dated = is_date
     return tuple(names)
 
 

@@ -11,7 +11,7 @@ import math
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,9 @@ _TYPES |= {"MET_UINT": "u4", "MET_INT": "i4", "MET_FLOAT": "f4", "MET_DOUBLE": "
 _LOCAL = "LOCAL"
 _MAX_HEADER = 2**16
 _TRUE = ("true", "1")
+_LENGTHS = ("ElementSpacing", "ElementSize")  # two names of one fact, in ITK's order
+_BIG_ENDIAN = ("BinaryDataByteOrderMSB", "ElementByteOrderMSB")
+_SCALE, _UNSCALED = "ElementToIntensityFunction", (("Slope", 1.0), ("Offset", 0.0))
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,24 @@ def list_arrays(file: IO[bytes], url: str) -> dict[str, Stored]:
                 raise ValueError("an .npy file of no numbers, or of another version")
             return {"": stored}
         if head[:4] == b"PK\x03\x04":
-            return _npz_headers(file)
+            return _npz_headers(file, url)
         if _is_hdf5(head):
             with _open_hdf5(file, url) as opened:
                 sets = _own_sets(opened, url)
                 return {n: Stored(tuple(d.shape[::-1]), d.dtype.newbyteorder("=")) for n, d in sets.items()}
         listed = whosmat(file)
+        check_once([name for name, _, _ in listed], url)
         return {
             name: Stored(tuple(int(n) for n in shape), np.dtype(_CLASSES[kind]))
             for name, shape, kind in listed
             if kind in _CLASSES
         }
+
+
+def check_once(names: Sequence[str], url: str) -> None:
+    """Raise header_mismatch for two arrays of one name, of which a library gives one."""
+    if len(set(names)) < len(names):
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, "arrays of different names", "a name twice")
 
 
 def load_array(file: IO[bytes], url: str, name: str) -> np.ndarray:
@@ -186,9 +196,10 @@ def _npy_header(file: IO[bytes]) -> Stored | None:
     return Stored(shape, dtype.newbyteorder("=")) if dtype.kind in "uif" else None
 
 
-def _npz_headers(file: IO[bytes]) -> dict[str, Stored]:
+def _npz_headers(file: IO[bytes], url: str) -> dict[str, Stored]:
     arrays = {}
     with zipfile.ZipFile(file) as archive:
+        check_once(archive.namelist(), url)
         for member in (m for m in archive.namelist() if m.endswith(".npy")):
             with archive.open(member) as opened:
                 if (stored := _npy_header(opened)) is not None:
@@ -244,17 +255,19 @@ def read_metaimage_header(file: IO[bytes], url: str) -> MetaHeader:
                 expected, actual = "each key once", f"{key[:40]} twice, with two values"
                 raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
         sizes = tuple(int(n) for n in fields["DimSize"].split())
-        spacing = fields.get("ElementSpacing", fields.get("ElementSize"))  # ITK's order
-        lengths = tuple(float(n) for n in spacing.split()) if spacing else None
+        lengths = _of_synonyms(fields, _LENGTHS, lambda text: tuple(map(float, text.split())), url)
+        is_big = _of_synonyms(fields, _BIG_ENDIAN, lambda text: text.lower() in _TRUE, url)
         kind, channels = fields["ElementType"], int(fields.get("ElementNumberOfChannels", 1))
         start = int(fields.get("HeaderSize", 0))
+        is_plain = all(float(fields.get(f"{_SCALE}{name}", value)) == value for name, value in _UNSCALED)
+        is_plain &= fields.get("BinaryData", "True").lower() in _TRUE
+        is_plain &= int(fields.get("NDims", len(sizes))) == len(sizes)
     if len(sizes) != 3 or min(sizes) < 1 or channels != 1:
         actual = f"DimSize of {len(sizes)} numbers, {channels} channels"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "three axes and one value a voxel", actual)
-    if kind not in _TYPES or start < 0 or (lengths is not None and len(lengths) != 3):
-        expected = f"ElementType of {', '.join(_TYPES)}, three lengths, HeaderSize of 0 or more"
+    if kind not in _TYPES or start < 0 or not is_plain or (lengths is not None and len(lengths) != 3):
+        expected = f"ElementType of {', '.join(_TYPES)}, unscaled binary, three lengths, HeaderSize from 0"
         raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, "another MetaImage")
-    is_big = any(fields.get(f"{name}ByteOrderMSB", "").lower() in _TRUE for name in ("BinaryData", "Element"))
     data_file = fields["ElementDataFile"]
     if not re.fullmatch(r"[^/\\%:]+", data_file) or data_file.split()[0] == "LIST" or data_file[0] == ".":
         expected = "ElementDataFile LOCAL, or one file in the same folder"
@@ -269,6 +282,17 @@ def read_metaimage_header(file: IO[bytes], url: str) -> MetaHeader:
     )
     check_length(meta.length, url)
     return meta
+
+
+def _of_synonyms(
+    fields: dict[str, str], names: tuple[str, ...], value_of: Callable[[str], Any], url: str
+) -> Any:
+    """The value of keys that mean one thing, None without any; raises header_mismatch for two values."""
+    values = [value_of(fields[name]) for name in names if fields.get(name)]
+    if any(value != values[0] for value in values):
+        expected, texts = f"one value of {' and '.join(names)}", (fields[name][:40] for name in names)
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
+    return values[0] if values else None
 
 
 def read_voxels(

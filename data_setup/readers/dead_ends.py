@@ -3,7 +3,7 @@
 In: the reject of a file. Out: the same, or a reject with the reason that lies behind it. Known are
 Zeiss' scrambled JPEG 2000 (each seventh byte of a frame changed by 0x5A, its parts in another order; found by
 the signature of JP2, as pydicom's discussion 1618 describes it), a maker's raw data in a DICOM wrapper, and
-reports and photographs; and of any kind a pointer of git-lfs in place of the file.
+reports and photographs; and of any kind a pointer of git-lfs or git-annex in place of the file.
 """
 
 from contextlib import suppress
@@ -34,7 +34,11 @@ _UNREADABLE = (
     *(RejectReason.NOT_DICOM, RejectReason.WRONG_KIND, RejectReason.CORRUPT_FILE),
     *(RejectReason.UNSUPPORTED_FORMAT, RejectReason.MISSING_SHAPE),
 )
-_LFS, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+_POINTERS = {  # how a file begins that is not fetched -> (whose, what fetches it)
+    b"version https://git-lfs.github.com/spec/": ("git-lfs", "git lfs pull"),
+    b"/annex/objects/": ("git-annex", "git annex get"),
+}
+_POINTER_BYTES = 1024
 _RAW = "1.2.840.10008.5.1.4.1.1.66"
 _OTHERS = {  # SOP classes that stand beside OCT in an export
     "1.2.840.10008.5.1.4.1.1.104.1": "a report (PDF)",
@@ -45,21 +49,21 @@ _OTHERS = {  # SOP classes that stand beside OCT in an export
 
 
 def _pointer(url: str, options: StorageOptions) -> str:
-    """The name of a file that git-lfs has not fetched: the one at `url`, or the first in this folder."""
+    """Of a file that is not fetched, the one at `url` or the first in this folder: whose pointer it is."""
     urls = [join(url, name) for name in list_names(url, options)] or [url]
     for one in urls:
         with suppress(StorageNotFoundError):
-            is_small = stat(one, options).size < _POINTER_BYTES
-            if is_small and read_range(one, 0, len(_LFS), options) == _LFS:
-                return one.rpartition("/")[2]
+            data = read_range(one, 0, 64, options) if stat(one, options).size < _POINTER_BYTES else b""
+            for mark, (whose, command) in _POINTERS.items():
+                if data.startswith(mark):
+                    return f"{whose} in its place; next: {command} ({one.rpartition('/')[2]})"
     return ""
 
 
 def explained(error: OCTReadError, options: StorageOptions | None, is_dicom: bool = True) -> OCTReadError:
     """The reject, with the reason behind it where it is a known one; raises StorageError."""
     if error.reason in _UNREADABLE and (pointer := _pointer(error.url, options or StorageOptions())):
-        expected, actual = "the file", f"a pointer of git-lfs in its place; next: git lfs pull ({pointer})"
-        return OCTReadError(error.url, RejectReason.MISSING_FILE, expected, actual)
+        return OCTReadError(error.url, RejectReason.MISSING_FILE, "the file", f"a pointer of {pointer}")
     if not is_dicom or error.reason not in _SUSPECTS:
         return error
     url, options = error.url, options or StorageOptions()

@@ -48,7 +48,7 @@ _PADDING = ("PixelPaddingValue", "PixelPaddingRangeLimit")
 _RESCALE = ("RescaleSlope", "RescaleIntercept")
 # The allow-list: pydicom skips every other root attribute. The items of the two functional group sequences
 # come whole; only geometry.py, _rescale and laterality_of take values out of them.
-_VOLUME_TAGS = [*PIXEL_TAGS, *PART_TAGS, *_RESCALE, *_PADDING, "ModalityLUTSequence"]
+_VOLUME_TAGS = [*PIXEL_TAGS, *PART_TAGS, *_RESCALE, *_PADDING, "ModalityLUTSequence", "PresentationLUTShape"]
 _VOLUME_TAGS += ["SOPClassUID", "SOPInstanceUID", "ManufacturerModelName", "ProtocolName", "ImageLaterality"]
 _VOLUME_TAGS += ["Laterality", "PixelSpacing", "SliceThickness", "SpacingBetweenSlices"]
 _VOLUME_TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
@@ -265,6 +265,10 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
         high_bit = None if ds.get("HighBit") is None else int(ds.HighBit)
     layout = read_layout(ds, url)
     _check_pixels(layout, high_bit, url)
+    shown_as = str(ds.get("PresentationLUTShape") or "")
+    if shown_as == {"MONOCHROME1": "IDENTITY", "MONOCHROME2": "INVERSE"}[layout.photometric]:
+        actual = f"{shown_as} (PresentationLUTShape) of {layout.photometric}"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, "one statement of what is black", actual)
     stated = protocol_of_text(text["ProtocolName"])
     in_row = BY_NAME.get(record.protocol) if record else None
     protocol = in_row or protocol_of_path(url) or stated

@@ -27,6 +27,7 @@ _AGREE = 1e-3  # relative: spacings of one volume
 _SHORT = 1e-6  # no direction
 _FAR = 1e9  # no coordinate is near this; the squares of larger ones overflow
 _PARALLEL = 0.95  # signed cosine with the first B-scan's line; an opposite line mirrors its B-scan
+_ASKEW = 0.05  # cosine between the rows and the columns of one B-scan
 _ASIDE = 0.25  # of the field: how far from their line the B-scans may lie
 _UNEVEN = 0.25  # relative: a B-scan is missing where a step differs by more than this from the median
 _SAME_PLACE = 1e-3  # relative to the longest step
@@ -190,6 +191,11 @@ def _check_directions(raw: RawGeometry, url: str) -> None:
         "columns of ImageOrientationPatient": np.array(planes)[:, 3:],
     }
     _check_parallel(vectors, url)
+    across, down = vectors["rows of ImageOrientationPatient"], vectors["columns of ImageOrientationPatient"]
+    lengths = np.linalg.norm(across, axis=1) * np.linalg.norm(down, axis=1)
+    if (np.abs((across * down).sum(axis=1)) > _ASKEW * lengths).any():
+        expected = "rows and columns at right angles (ImageOrientationPatient)"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "others")
     rows, columns = vectors["ReferenceCoordinates"].sum(axis=0)
     x, y, z = vectors["rows of ImageOrientationPatient"].sum(axis=0)
     is_mirrored = columns < -abs(rows) if lines is not None else x < -max(abs(y), abs(z))

@@ -31,6 +31,7 @@ MAX_XML_BYTES = 2**28
 DEVICE = "heidelberg_spectralis"
 _ROOTS = ("HEDX", "BODY", "Series")
 _LINE = ("Start/Coord/X", "Start/Coord/Y", "End/Coord/X", "End/Coord/Y")
+_ONCE = re.compile("Laterality|NumImages|ImageNumber|Type|Height|Width|ScaleX|ScaleY|X|Y|ExamURL")
 _Point = tuple[float, float]
 
 
@@ -94,6 +95,12 @@ def read_export(url: str, options: StorageOptions | None) -> Export:
     series = [s for s in root.iter("Series") if any(_is_oct(i) for i in s.iter("Image"))]
     if len(series) != 1:
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "one series of OCT B-scans", len(series))
+    for part in series[0].iter():
+        stated: dict[str, str | None] = {}
+        for leaf in (leaf for leaf in part if _ONCE.fullmatch(leaf.tag)):
+            if stated.setdefault(leaf.tag, leaf.text) != leaf.text:
+                expected = f"one {leaf.tag} in a part of the XML"
+                raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "two values")
     images = list(series[0].iter("Image"))
     of_scans = [i for i in images if _is_oct(i)]
     with reading(url, RejectReason.CORRUPT_FILE, "numbers in the XML"):

@@ -43,6 +43,8 @@ _MM = {
 }
 _NEARLY = 0.05  # of the brightest value, of the pixels of a column, of the columns of a B-scan
 _LOCALIZER = 0.15  # of the width, at least, is a localizer
+_UNITS = ("unit", "xunit", "yunit", "zunit")
+_IMAGEJ = (*_UNITS, "spacing", "images", "channels", "slices", "frames")  # what is read of its description
 _ONE_VOLUME = "one image of one channel and one time, a slice a page"
 _PLANES = "every plane of TiffData once, in the order of the pages"
 _PHOTOMETRIC, _ORIENTATION = 262, 274  # TIFF tags
@@ -275,6 +277,7 @@ def _tiff_spacing(
 ) -> tuple[list[float] | None, str, int | None]:
     """((D, H, W) mm or None, source or why there is none, number of B-scans in the metadata)."""
     if tiff.imagej_metadata is not None:
+        _check_once(tiff.pages.first.description, url)
         return _imagej_spacing(tiff.imagej_metadata, tiff.pages.first.tags, url)
     text = tiff.pages.first.description
     if text.lstrip().startswith("<") and "OME" in text[:2000]:  # tiff.is_ome looks at the end alone
@@ -330,6 +333,15 @@ def _check_one_volume(channels: int, times: int, url: str) -> None:
     if (channels, times) != (1, 1):
         actual = f"{channels} channels and {times} times"
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, _ONE_VOLUME, actual)
+
+
+def _check_once(text: str, url: str) -> None:
+    """Raise header_mismatch for a description of ImageJ with two values of a key, or of the unit."""
+    stated: dict[str, str] = {}
+    for key, value in (line.partition("=")[::2] for line in text.splitlines()):
+        fact = "unit" if key in _UNITS else key
+        if fact in _IMAGEJ and stated.setdefault(fact, value) != value:
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, f"one {fact} (ImageJ)", "two values")
 
 
 def _imagej_spacing(

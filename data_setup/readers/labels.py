@@ -22,10 +22,11 @@ from PIL import Image
 
 from data_setup.protocols import Shape
 from data_setup.readers import nifti
+from data_setup.readers.arrays import check_once
 from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import read_stated_heights
-from data_setup.readers.images import MAX_PIXELS, ordered_images, upright
+from data_setup.readers.images import MAX_PIXELS, is_image, ordered_images, upright
 from data_setup.readers.sidecar import (
     MAX_VOLUME_BYTES,
     Sidecar,
@@ -141,6 +142,7 @@ def _arrays(url: str, names: Sequence[str], options: StorageOptions | None) -> d
         with reading(url, RejectReason.CORRUPT_FILE, "an .npz file"):
             content = np.load(io.BytesIO(data), allow_pickle=False)
             present = sorted(content.files)  # an .npy has none
+            check_once(present, url)
             arrays = {name: np.array(content[name]) for name in names if name in present}
     except zipfile.BadZipFile:
         raise OCTReadError(url, RejectReason.CORRUPT_FILE, "an .npz file", "a damaged zip") from None
@@ -155,9 +157,14 @@ def _image_urls(url: str, options: StorageOptions | None) -> list[str]:
     folder, pattern = url.rstrip("/"), None
     if "*" in url.rpartition("/")[2]:
         folder, _, pattern = url.rpartition("/")
-    names = [name for name in list_names(folder, options) if name.lower().endswith(".png")]
+    listed = list_names(folder, options)
+    names = [name for name in listed if name.lower().endswith(".png")]
+    expected = "an .npz, a .nii.gz, or a folder of PNG"
+    if not names and any(is_image(name) for name in (url, *listed)):
+        actual = "images of another kind: JPEG has values between those of the classes"
+        raise OCTReadError(url, RejectReason.NOT_LABELS, expected, actual)
     if not names:
-        raise OCTReadError(url, RejectReason.MISSING_FILE, "an .npz, a .nii.gz, or a folder of PNG", "none")
+        raise OCTReadError(url, RejectReason.MISSING_FILE, expected, "none")
     return [join(folder, name) for name in ordered_images(names, Sidecar(files=pattern), url)]
 
 

@@ -18,10 +18,11 @@ import nibabel as nib
 import numpy as np
 
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.pixels import PLAUSIBLE_VOLUME_BYTES
 from data_setup.readers.sidecar import (
-    MAX_VOLUME_BYTES,
     Sidecar,
     array_axes,
+    check_length,
     checked_frames,
     make_header,
     reading,
@@ -49,7 +50,7 @@ class _Layout:
     flips: list[int]  # steps of H and W
     flip_d: bool  # D runs upwards
     source: str  # of the axes: sidecar | nifti_affine
-    is_gzipped: bool
+    size: int  # bytes of the file
 
     @property
     def volume_shape(self) -> tuple[int, int, int]:
@@ -130,14 +131,15 @@ def _read_layout(file: IO[bytes], url: str, sidecar: Sidecar) -> _Layout:
         actual = "colour" if dtype.names else dtype.name
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "one grey value a voxel", actual)
     length = math.prod(shape) * dtype.itemsize
-    if length > MAX_VOLUME_BYTES or not consumed <= offset <= consumed + 2**20:
-        expected = f"up to {MAX_VOLUME_BYTES} bytes of voxels that begin after the header"
+    check_length(length, url)
+    if not consumed <= offset <= consumed + 2**20:
+        expected = "voxels that begin after the header"
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"{length} at {offset}")
     if not is_gzipped and offset + length > size:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{offset + length} bytes", size)
     order, flips, flip_d, source = _axes(hdr, sidecar, url)
     scale = (1.0 if slope is None else float(slope), 0.0 if inter is None else float(inter))
-    return _Layout(stream, hdr, consumed, shape, dtype, scale, order, flips, flip_d, source, is_gzipped)
+    return _Layout(stream, hdr, consumed, shape, dtype, scale, order, flips, flip_d, source, size)
 
 
 def _read_voxels(layout: _Layout, url: str) -> np.ndarray:
@@ -145,21 +147,17 @@ def _read_voxels(layout: _Layout, url: str) -> np.ndarray:
     stream, length = layout.stream, layout.length
     with reading(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels"):
         stream.read(int(layout.hdr.get_data_offset()) - layout.consumed)
-        data = _read_up_to(stream, length)
-        if layout.is_gzipped and len(data) == length:
-            stream.read(1)  # the end of the stream, where its checksum is
+        data = bytearray()  # in pieces: gzip would reserve at once all that a header claims
+        while len(data) < length and (piece := stream.read(min(_PIECE_BYTES, length - len(data)))):
+            data += piece
+            if len(data) > PLAUSIBLE_VOLUME_BYTES:
+                check_length(length, url, layout.size)
+        if len(data) == length:
+            stream.read(1)  # the end of a gzipped stream, where its checksum is
     if len(data) < length:
         raise OCTReadError(url, RejectReason.TRUNCATED_PIXEL_DATA, f"{length} bytes of voxels", len(data))
     array = np.frombuffer(data, layout.dtype).reshape(layout.shape, order="F")
     return array.transpose(layout.order)[:, :: layout.flips[0], :: layout.flips[1]]
-
-
-def _read_up_to(stream: Any, length: int) -> bytearray:
-    """That many bytes, or as many as there are; gzip would reserve at once all that a header claims."""
-    data = bytearray()
-    while len(data) < length and (piece := stream.read(min(_PIECE_BYTES, length - len(data)))):
-        data += piece
-    return data
 
 
 def _read_header(stream: Any, url: str) -> tuple[Any, int]:

@@ -226,7 +226,7 @@ def identify(head: bytes) -> tuple[str | None, str]:
 
 def kind_by_name(url: str) -> str | None:
     """The kind of the name's ending; None without a known one: the URL is a folder or a DICOM file."""
-    name = PurePosixPath(kinds.split_part(url)[0]).name.lower()
+    name = PurePosixPath(kinds.split_part(url)[0]).name.lower().strip()
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 

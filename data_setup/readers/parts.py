@@ -1,16 +1,18 @@
-"""Is a DICOM file one whole volume that was taken once?
+"""Is a DICOM file one whole volume that was taken once, and does it say each thing of a frame once?
 
 In: the data set of a multi-frame file. Out: the places that its dimension indices give the frames, or
 not_a_volume: a part of a concatenation or of a stack, a second temporal position, a dimension that is neither
-stack nor place. What says "1 of 1" is no such sign.
+stack nor place. What says "1 of 1" is no such sign. header_mismatch: several items where one is allowed, or
+the shared group beside the frames' own, that are not the same.
 Standard: DICOM PS3.3 C.7.6.16 (concatenation, temporal position) and C.7.6.17 (multi-frame dimensions).
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator
+from itertools import chain, pairwise, zip_longest
 from typing import Any
 
+import numpy as np
 from pydicom.datadict import keyword_for_tag
 from pydicom.dataset import Dataset
 
@@ -21,7 +23,11 @@ _OF_CONCATENATION = (
     *("ConcatenationUID", "InConcatenationNumber", "InConcatenationTotalNumber"),
     *("ConcatenationFrameOffsetNumber", "SOPInstanceUIDOfConcatenationSource"),
 )
-_OF_TIME = ("TemporalPositionIndex", "TemporalPositionIdentifier", "NumberOfTemporalPositions")
+_OF_TIME = (
+    *("TemporalPositionIndex", "TemporalPositionIdentifier", "NumberOfTemporalPositions"),
+    *("NumberOfTimeSlices", "NumberOfTimeSlots"),
+)
+_OF_DAYS = ("FrameAcquisitionDateTime", "FrameReferenceDateTime")
 _OFFSET = "TemporalPositionTimeOffset"
 PART_TAGS = [*_OF_CONCATENATION, *_OF_TIME, _OFFSET, "TemporalPositionSequence", "DimensionIndexSequence"]
 _SEQUENCES = (  # of the functional groups, in which these attributes may stand
@@ -30,6 +36,16 @@ _SEQUENCES = (  # of the functional groups, in which these attributes may stand
     "UnassignedSharedConvertedAttributesSequence",
     "UnassignedPerFrameConvertedAttributesSequence",
 )
+_ONE_ITEM: tuple[tuple[str, tuple[str, ...], float, float], ...] = (
+    # a sequence of a group, what is read of it, how far two values may be apart: relative, absolute
+    ("PixelMeasuresSequence", ("PixelSpacing", "SpacingBetweenSlices", "SliceThickness"), 0.01, 0.0),
+    ("PlanePositionSequence", ("ImagePositionPatient",), 0.0, 1e-6),
+    ("PlaneOrientationSequence", ("ImageOrientationPatient",), 0.0, 0.01),
+    ("FrameContentSequence", ("StackID", "InStackPositionNumber", "DimensionIndexValues"), 0.0, 0.0),
+    ("PixelValueTransformationSequence", ("RescaleSlope", "RescaleIntercept"), 0.0, 1e-6),
+    ("OphthalmicFrameLocationSequence", ("ReferenceCoordinates", "OphthalmicImageOrientation"), 0.0, 1e-6),
+)
+_LOCALIZER = "ReferencedSOPInstanceUID"  # an item for each is no contradiction
 _NUMBER = "InStackPositionNumber"
 _STACK = "StackID"
 _PLACES = (
@@ -39,12 +55,49 @@ _PLACES = (
 
 
 def check_whole(ds: Dataset, url: str) -> tuple[tuple[float, ...] | None, ...]:
-    """Each frame's index along the dimension that is its place, () without one; raises not_a_volume."""
+    """Each frame's index along the dimension that is its place, () without one. Raises not_a_volume,
+    header_mismatch.
+    """
+    _check_items(ds, url)
     for actual in _signs(ds):
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)
     columns = [column for _, column in [*_columns(ds)][1:] if len(set(column)) > 1]
     frames = len(ds.get("PerFrameFunctionalGroupsSequence") or [])
     return tuple((index,) for index in columns[0]) if columns and len(columns[0]) == frames else ()
+
+
+def _check_items(ds: Dataset, url: str) -> None:
+    """Raise header_mismatch where a frame has two values of one fact."""
+    shared = ds.get("SharedFunctionalGroupsSequence") or []
+    frames = ds.get("PerFrameFunctionalGroupsSequence") or [Dataset()]
+    for sequence, names, *apart in _ONE_ITEM:
+        for name in names:
+            common = _stated(shared, sequence, name, "shared")
+            for frame in frames:
+                own = _stated([frame], sequence, name, "per_frame")
+                both = [one for one in (*common[:1], *own[:1]) if one[0] is not None]
+                for one, other in chain(pairwise(common), pairwise(own), pairwise(both)):
+                    if not _is_same(one[0], other[0], *apart):
+                        expected, texts = f"one {name} of a frame", map(_text, (one, other))
+                        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
+
+
+def _stated(groups: Iterable[Dataset], sequence: str, name: str, level: str) -> list[tuple[Any, str]]:
+    """(value, None of an empty one; level) of each item; of items for several localizers of the first's."""
+    items = [item for group in groups for item in group.get(sequence) or [Dataset()]]
+    values = [item.get(name) for item in items if item.get(_LOCALIZER) == items[0].get(_LOCALIZER)]
+    return [((v or None) if isinstance(v, str) else numbers(v), level) for v in values]
+
+
+def _is_same(one: Any, other: Any, relative: float, absolute: float) -> bool:
+    are_numbers = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
+    return one == other or (are_numbers and np.allclose(one, other, relative, absolute, equal_nan=True))
+
+
+def _text(stated: tuple[Any, str]) -> str:
+    value, level = stated
+    text = "none" if value is None else "a text" if isinstance(value, str) else ", ".join(map(number, value))
+    return f"{text} ({level})"
 
 
 def _signs(ds: Dataset) -> Iterator[str]:
@@ -66,6 +119,9 @@ def _signs(ds: Dataset) -> Iterator[str]:
         for value in _values(ds, name):
             if numbers(value) != (1.0,):
                 yield f"a temporal position beside the first ({name}): write each to a separate file"
+    for name in _OF_DAYS:
+        if (days := len({str(value)[:8] for value in _values(ds, name)})) > 1:
+            yield f"B-scans of {days} days ({name}): write each to a separate file"
     if len({numbers(value) for value in _values(ds, _OFFSET)}) > 1:
         yield f"several temporal positions ({_OFFSET}): write each to a separate file"
     for name, column in _columns(ds):

@@ -105,7 +105,7 @@ def read_layout(ds: Dataset, url: str) -> PixelLayout:
             bits_allocated=bits,
             bits_stored=bits if stored is None else int(stored),
             pixel_representation=int(ds.get("PixelRepresentation") or 0),
-            photometric=str(ds.get("PhotometricInterpretation") or "MONOCHROME2"),
+            photometric=str(ds.PhotometricInterpretation),  # black or white is 0: nobody else says it
             planar_configuration=int(ds.get("PlanarConfiguration") or 0),
             transfer_syntax=UID(ds.file_meta.TransferSyntaxUID),
         )
@@ -177,7 +177,8 @@ def _decoder(syntax: UID, url: str) -> Any:
         try:
             decoder = get_decoder(syntax)
         except NotImplementedError:
-            name = syntax.name if syntax in UID_dictionary else "another one"
+            is_ge = str(syntax) == "1.2.840.113619.5.2"
+            name = "GE's private one" if is_ge else syntax.name if syntax in UID_dictionary else "another one"
             raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, supported, name) from None
     if not decoder.is_available:
         package = "pyjpegls" if syntax in JPEGLSTransferSyntaxes else "pylibjpeg pylibjpeg-openjpeg"
@@ -199,6 +200,11 @@ def _element_header(file: BoundedFile, syntax: UID, url: str) -> tuple[str, int]
         names = {0x0008: "FloatPixelData", 0x0009: "DoubleFloatPixelData"}
         name = names.get(element, f"({group:04x},{element:04x})")
         raise OCTReadError(url, RejectReason.UNSUPPORTED_PIXELS, "integer PixelData", f"only {name}")
+    is_explicit = head[4:6] in (b"OB", b"OW", b"UN") and head[6:8] == b"\0\0"
+    if is_explicit == syntax.is_implicit_VR:  # 16,975 bytes implicitly: no frames are of that size
+        says, has = ("implicit", "explicit") if is_explicit else ("explicit", "implicit")
+        expected, actual = f"{says} VR, as the transfer syntax says", f"{has} VR: correct TransferSyntaxUID"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, actual)
     if syntax.is_implicit_VR:
         return "OW", struct.unpack(f"{order}L", head[4:])[0]
     tail = file.read(4)

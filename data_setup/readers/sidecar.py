@@ -152,7 +152,7 @@ def parse_sidecar(data: bytes, url: str) -> Sidecar:
         with reading(url, RejectReason.BAD_SIDECAR, "YAML of `key: value` lines"):
             values = plain_yaml(data.decode("utf-8-sig"))
     except AmbiguousYamlError as error:
-        actual = "an octal or sexagesimal number"
+        actual = "an octal or sexagesimal number, or an alias"
         if error.key is not None:
             actual = f"{error.key if error.key in _RULES else 'a key'} twice"
         expected = "each key once, and numbers in plain decimal figures"

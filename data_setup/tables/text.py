@@ -37,17 +37,23 @@ MOST_TITLE = 20  # lines above a header
 
 
 def read_table(
-    url: str, options: StorageOptions, required: Iterable[str], id_columns: Sequence[str] = PERSON_COLUMNS
+    url: str,
+    options: StorageOptions,
+    required: Iterable[str],
+    id_columns: Sequence[str] = PERSON_COLUMNS,
+    id_key: str = "",
 ) -> tuple[dict[int, Row], list[str], str]:
     """({line number: row}, columns, the first of `id_columns` that the table has); raises UserError.
 
     Parquet and Excel by the name's ending (numbers are those of rows, from 1); commas where it ends in .csv,
-    else tabs, or another separator where only that one gives one of `id_columns`.
+    else tabs, or another separator where only that one gives one of `id_columns`. `id_key` names another.
     """
     header, rows = read_cells(url, options, id_columns)
     known_id = next((name for name in id_columns if name in header), None)
     if known_id is None:
-        raise UserError(f"{url}: expected a column {' or '.join(id_columns)}, found {', '.join(header)}")
+        advice = f"; {id_key}=COLUMN names the one with the ids" if id_key else ""
+        expected = f"expected a column {' or '.join(id_columns)}"
+        raise UserError(f"{url}: {expected}, found {', '.join(header)}{advice}")
     require_columns(header, required, url)
     return {n: dict(zip(header, fields, strict=True)) for n, fields in rows.items()}, header, known_id
 

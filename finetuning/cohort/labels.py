@@ -82,7 +82,8 @@ def read_labels(cfg: Config, index: pd.DataFrame) -> Labels:
     columns = label_columns(task)
     for column in columns:
         refuse_name(url, column)
-    table, header, id_column = read_table(url, cfg.data.storage_options, columns, _id_columns(task))
+    ids = _id_columns(task)
+    table, header, id_column = read_table(url, cfg.data.storage_options, columns, ids, "task.id_column")
     for column in columns:
         refuse_dates(url, column, [row[column] for row in table.values()])
     side_column = _side_column(url, task, header)
@@ -148,7 +149,8 @@ def check_table(config: str, overrides: Sequence[str]) -> None:
     url = task.labels_path
     if not isinstance(url, str) or "$" in url or task.kind in DENSE_KINDS:
         return
-    _, header, _ = read_table(url, storage_options_of(overrides), label_columns(task), _id_columns(task))
+    options, ids = storage_options_of(overrides), _id_columns(task)
+    _, header, _ = read_table(url, options, label_columns(task), ids, "task.id_column")
     _side_column(url, task, header)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from data_setup.attach.labels import SURFACES, VOLUME
 from data_setup.index.cli import NAME, read_tree
 from data_setup.index.label_maps import LABEL_MAP, with_label_maps
-from data_setup.index.look import Entry, Rules
+from data_setup.index.look import OCTA, Entry, Rules
 from data_setup.index.people import is_nobody, person_of_path
 from data_setup.manifest import TREE, Record, records_of_table, unknown_record
 from data_setup.protocols import BY_NAME
@@ -125,6 +125,10 @@ def _below(
     odd = [path for path in sizes if _is_odd(path) and _is_dicom(storage.join(place, path), options)]
     entries, others = read_tree(place, sizes, Rules(), options, workers, known)
     entries = [entry for entry in entries if entry.status != NAME]
+    if elsewhere := [entry.path for entry in entries if entry.status in (OCTA, RejectReason.NOT_OPT)]:
+        what = "DICOM files that are no OCT volume, such as height maps,"
+        say(f"{len(elsewhere)} {what} are left out: {shown(', '.join(elsewhere[:3]))}")
+        entries = [entry for entry in entries if entry.path not in set(elsewhere)]
     if only_dicom:
         entries = [entry for entry in entries if entry.kind == "DICOM"]
         listed = [scan for scan in listed if kind_by_name(scan.record.url) in (None, "DICOM")]

@@ -66,7 +66,8 @@ INVERTED_SKEW = -0.25
 DARK_GREY = 80.0
 UNORDERED_SHARE = 0.75
 FIELD_MM = {"d": (2.5, 16.0), "h": (1.0, 7.0), "w": (2.5, 24.0)}  # of 15 x 10 degrees to ultra-wide
-WIDEST_SHARE = 1.6  # of a field across its B-scans, to that along them
+ACROSS_SHARE = (0.55, 1.6)  # of a field across its B-scans, to that along them
+HALF_AS_HIGH_MM = (8.0, 9.5)  # along B-scans of 30 by 15 degrees, a raster that Spectralis has
 FIELDS = {"d": "across B-scans", "h": "in depth", "w": "along B-scans"}
 NO_ANSWER = "NO ANSWER: too far from what the head was trained on"
 
@@ -291,9 +292,13 @@ def _field(fields: Mapping[str, Any]) -> list[str]:
                 "another spacing than the file says, or part of a scan"
             )
     across, along = fields["field_d"], fields["field_w"]
-    if across > WIDEST_SHARE * along:
+    least, most = ACROSS_SHARE
+    if HALF_AS_HIGH_MM[0] <= along <= HALF_AS_HIGH_MM[1]:
+        least = 0.45
+    if not least * along <= across <= most * along:
         texts.append(
-            f"field {across:.1f} mm across B-scans and {along:.1f} mm along them: another spacing, perhaps"
+            f"field {across:.1f} mm across B-scans and {along:.1f} mm along them: another spacing than the "
+            "file says, or a strip"
         )
     return texts
 

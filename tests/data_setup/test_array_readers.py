@@ -1,5 +1,6 @@
 """MATLAB, NumPy and MetaImage: the same voxels as other libraries write them, and damaged files."""
 
+import io
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -185,10 +186,54 @@ def test_an_hdf5_reads_only_itself(
     assert str(tmp_path / "other") not in error.detail
 
 
-def test_a_key_of_a_metaimage_stands_once(tmp_path: Path) -> None:
-    head = "NDims = 3\nDimSize = 16 20 6\nElementSpacing = 1 1 1\nElementSpacing = 1 1 2\n"
-    (tmp_path / "eye.mhd").write_text(f"{head}ElementType = MET_UCHAR\nElementDataFile = eye.raw\n")
-    assert reject(tmp_path / "eye.mhd", "{axes: [W, H, D]}").reason == RejectReason.HEADER_MISMATCH
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("ending", ["mat", "npz"])
+def test_an_array_stands_once(tmp_path: Path, ending: str) -> None:
+    """Libraries give the last of two."""
+    path, voxels = tmp_path / f"eye.{ending}", io.BytesIO()
+    if ending == "mat":
+        savemat(path, {"v": VOXELS})
+        path.write_bytes(path.read_bytes() + path.read_bytes()[128:])
+    else:
+        np.save(voxels, VOXELS)
+        with zipfile.ZipFile(path, "w") as file:
+            for _ in range(2):
+                file.writestr("v.npy", voxels.getvalue())
+    assert reject(path, "{axes: [D, H, W]}").reason == RejectReason.HEADER_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason", "words"),
+    [
+        ("ElementSpacing = 0.03 0.0026 0.2", "header_mismatch", "each key once"),
+        ("ElementSize = 0.03 0.0026 0.2", "header_mismatch", "ElementSpacing and ElementSize"),
+        ("ElementByteOrderMSB = True", "header_mismatch", "BinaryDataByteOrderMSB and ElementByteOrderMSB"),
+        ("ElementByteOrderMSB = 1", "header_mismatch", "BinaryDataByteOrderMSB"),
+        ("ElementSize = 0.030 2.6e-3 0.12\nElementByteOrderMSB = False", None, ""),
+        ("BinaryData = False", "header_mismatch", "each key once"),
+        ("ElementToIntensityFunctionSlope = 2", "unsupported_format", "another MetaImage"),
+        ("ElementToIntensityFunctionOffset = 0", None, ""),
+    ],
+)
+def test_a_fact_of_a_metaimage_stands_once(tmp_path: Path, lines: str, reason: str, words: str) -> None:
+    path, axes = tmp_path / "eye.mha", "{axes: [W, H, D]}"
+    write_metaimage(path, VOXELS, SPACING)
+    path.write_bytes(path.read_bytes().replace(b"DimSize", f"{lines}\nDimSize".encode(), 1))
+    if reason is None:
+        np.testing.assert_array_equal(read(path, axes, spacing_mm=None)[1], VOXELS)
+        return
+    error = reject(path, axes)
+    assert (error.reason, words in error.detail) == (reason, True), error.detail
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("BinaryData = True", "BinaryData = False"), ("NDims = 3", "NDims = 4")]
+)
+def test_a_metaimage_of_text_or_of_four_axes_is_a_reject(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "eye.mha"
+    write_metaimage(path, VOXELS, SPACING)
+    path.write_bytes(path.read_bytes().replace(old.encode(), new.encode(), 1))
+    assert reject(path, "{axes: [W, H, D]}").reason == RejectReason.UNSUPPORTED_FORMAT
 
 
 def write_by_itk(path: Path, values: np.ndarray, spacing: Sequence[float], *, is_compressed: bool) -> None:

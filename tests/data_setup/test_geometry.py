@@ -118,8 +118,34 @@ def steps(mm: float) -> Edit:
     return in_frames("ImagePositionPatient", [[0, i * mm, 0] for i in range(COUNT)], "PlanePositionSequence")
 
 
+def drop(keyword: str) -> Edit:
+    return lambda ds: delattr(ds, keyword)
+
+
 def all_of(*edits: Edit) -> Edit:
     return lambda ds: [edit(ds) for edit in edits] and None
+
+
+def second(level: str, **values: Any) -> Edit:
+    """Another item with these attributes behind the first, which has others."""
+
+    def edit(ds: FileDataset) -> None:
+        place, sequence = level.split()
+        groups = [*ds.SharedFunctionalGroupsSequence, *ds.PerFrameFunctionalGroupsSequence]
+        for group in groups[:1] if place == "shared" else groups[1:]:
+            setattr(group, sequence, [*group.get(sequence, []), item(**values)])
+
+    return edit
+
+
+def another_shared_group(**values: Any) -> Edit:
+    """A second item of the whole shared sequence, with these Pixel Measures."""
+
+    def edit(ds: FileDataset) -> None:
+        groups = [*ds.SharedFunctionalGroupsSequence, item(PixelMeasuresSequence=[item(**values)])]
+        ds.SharedFunctionalGroupsSequence = groups
+
+    return edit
 
 
 # ---- the order of the frames ------------------------------------------------------------------------------
@@ -178,6 +204,7 @@ MISSING, RANGE = RejectReason.FRAME_COUNT_MISMATCH, RejectReason.IMPLAUSIBLE_SPA
 PIXELS = RejectReason.UNSUPPORTED_PIXELS
 ANATOMY, MEASURES = "FrameAnatomySequence", "PixelMeasuresSequence"
 VALUES, PLANES = "PixelValueTransformationSequence", "PlaneOrientationSequence"
+LOCATION, TAKEN = "OphthalmicFrameLocationSequence", "FrameAcquisitionDateTime"
 DISTANCE = at(f"shared {MEASURES}", SpacingBetweenSlices=0.12)
 PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
@@ -213,6 +240,9 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": in_frames(OFFSET, [0.0, 9.0] * 4, "TemporalPositionSequence")}, VOLUME, OFFSET),
         ({"edit": assign(NumberOfTemporalPositions=2)}, VOLUME, "NumberOfTemporalPositions"),
         ({"edit": assign(TemporalPositionIdentifier=2)}, VOLUME, "TemporalPositionIdentifier"),
+        ({"edit": assign(NumberOfTimeSlices=2)}, VOLUME, "NumberOfTimeSlices"),
+        ({"edit": in_frames(TAKEN, ["20240131101010", "20240201101010"] * 4)}, VOLUME, "B-scans of 2 days"),
+        ({"edit": in_frames(TAKEN, ["20240131101010", "20240131101011"] * 4)}, None, ""),
         ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
         ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
         ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),
@@ -227,6 +257,11 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4])}, VOLUME, "B-scan 4"),
         ({"edit": directions([*[RIGHT] * 6, (1, 0, 0, 0, 0, 1), RIGHT])}, VOLUME, "B-scan 7"),
         ({"edit": directions([LEFT] * 8)}, MISMATCH, "right to left"),
+        ({"edit": directions([(1, 0, 0, 1, 0, 0)] * 8)}, MISMATCH, "at right angles"),
+        ({"edit": directions([(0, 0, 0, 0, 0, 0)] * 8)}, None, ""),  # placeholders
+        ({"edit": assign(PresentationLUTShape="INVERSE")}, MISMATCH, "INVERSE (PresentationLUTShape)"),
+        ({"edit": assign(PresentationLUTShape="IDENTITY")}, None, ""),
+        ({"edit": drop("PhotometricInterpretation")}, MISMATCH, "a complete pixel description"),
         ({"positions": steps_along(COUNT, 1, 0.2)}, MISMATCH, "5 %"),
         ({"positions": steps_along(COUNT, 2, 0.127)}, MISMATCH, "5 %"),
         ({"spacing": (0.12, 0.0117, 0.0039)}, RANGE, "axial"),
@@ -248,14 +283,69 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": at(f"half {VALUES}", RescaleSlope=0.5)}, MISMATCH, "1 and 0 (per_frame)"),
         ({"edit": at("root", ModalityLUTSequence=[item()])}, PIXELS, "ModalityLUTSequence"),
         ({"edit": at(f"shared {VALUES}", ModalityLUTSequence=[item()])}, PIXELS, "ModalityLUTSequence"),
-        ({"edit": all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **PLANE))}, VOLUME, "turned by 180"),
+        # several items where one is allowed, and one fact in the shared group and in the frames
+        ({"edit": second(f"shared {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "0.04 (shared)"),
+        ({"edit": second(f"shared {MEASURES}", SpacingBetweenSlices=0.2)}, MISMATCH, "none (shared)"),
+        ({"edit": another_shared_group(PixelSpacing=[0.0026, 0.04])}, MISMATCH, "0.04 (shared)"),
+        (
+            {"edit": all_of(*(second(f"shared {VALUES}", RescaleSlope=slope) for slope in (1, 0.5)))},
+            MISMATCH,
+            "1 (shared) and 0.5 (shared)",
+        ),
+        (
+            {
+                "edit": second("frame PlanePositionSequence", ImagePositionPatient=[0, 9, 0]),
+                "positions": STEPS,
+            },
+            MISMATCH,
+            "one ImagePositionPatient of a frame, found 1, 0, 1 (per_frame) and 0, 9, 0 (per_frame)",
+        ),
+        (
+            {"edit": at("shared PlanePositionSequence", ImagePositionPatient=[0, 9, 0]), "positions": STEPS},
+            MISMATCH,
+            "0, 9, 0 (shared) and 1, 0, 1 (per_frame)",
+        ),
+        (
+            {"edit": second(f"frame {LOCATION}", ReferenceCoordinates=[7, 0, 7, 500]), "references": LINES},
+            MISMATCH,
+            "ReferenceCoordinates",
+        ),
+        (
+            {"edit": at(f"shared {LOCATION}", OphthalmicImageOrientation="NONLINEAR"), "references": LINES},
+            MISMATCH,
+            "OphthalmicImageOrientation of a frame, found a text (shared) and a text (per_frame)",
+        ),
+        (
+            {
+                "edit": all_of(
+                    content(range(1, 9)), second("frame FrameContentSequence", InStackPositionNumber=9)
+                )
+            },
+            MISMATCH,
+            "1 (per_frame) and 9 (per_frame)",
+        ),
+        ({"edit": all_of(content(range(1, 9)), at("shared FrameContentSequence", StackID="2"))}, None, ""),
+        (
+            {"edit": all_of(content(stacks="11111111"), at("shared FrameContentSequence", StackID="2"))},
+            MISMATCH,
+            "StackID",
+        ),
+        (
+            {"edit": all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **PLANE))},
+            MISMATCH,
+            "ImageOrientationPatient",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_contradictions_are_rejects(
-    tmp_path: Path, options: dict[str, Any], reason: RejectReason, words: str
+    tmp_path: Path, options: dict[str, Any], reason: RejectReason | None, words: str
 ) -> None:
-    refused(reject(write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **options)), reason, words)
+    path = write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **options)
+    if reason is None:
+        read_volume(path)
+    else:
+        refused(reject(path), reason, words)
 
 
 @pytest.mark.parametrize(

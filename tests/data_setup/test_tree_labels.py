@@ -1,5 +1,6 @@
 """Labels that come with a tree, laid on the volumes of a store: geometry, kinds of file, named mismatches."""
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -352,6 +353,19 @@ def without_axes(root: Path) -> None:
     nib.save(nib.Nifti1Image(np.zeros(SHAPE[::-1], np.uint8), None), root / "labels2.nii.gz")
 
 
+def of_jpeg(ending: str) -> Callable[[Path], None]:
+    """Values between those of the classes, in JPEG or in PNG that was made of it."""
+
+    def plant(root: Path) -> None:
+        for path in sorted((root / "labels1").glob("*.png")):
+            blurred = io.BytesIO()
+            Image.fromarray(np.asarray(Image.open(path)) * 60).save(blurred, "JPEG")
+            path.unlink()
+            Image.open(blurred).save(path.with_suffix(ending))
+
+    return plant
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a lost image": (lambda root: (root / "labels1" / "mask_3_of_eye.png").unlink(), "frame_count_mismatch"),
     "other values": (save_labels(np.full(SHAPE, 7, np.uint8)), "unlisted_class"),
@@ -362,6 +376,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (cut, "corrupt_file"),
     "gone": (lambda root: (root / "labels0.npz").unlink(), "missing_file"),
     "colour": (colour, "unsupported_pixels"),
+    "JPEG": (of_jpeg(".jpg"), "not_labels"),
+    "PNG of JPEG": (of_jpeg(".png"), "unlisted_class"),
     "without axes": (without_axes, "unknown_axes"),
 }
 

@@ -306,8 +306,19 @@ def test_what_is_no_eye_or_not_as_a_device_writes_it_has_its_warning(name: str, 
     ]
     turned = cautions_of(looked_at(np.ascontiguousarray(voxels.swapaxes(1, 2)), (0.25, h, w)), 50.0)
     assert any("another axis" in text for text in turned)
-    for share, text in ((0.25, "field across B-scans: 1.6 mm"), (4, "spacing between B-scans: 1000.0 um")):
-        assert any(text in line for line in cautions_of(looked_at(voxels, (share * 0.25, h, w)), 50.0))
+    for shares, text in {
+        (0.25, 1, 1): "field across B-scans: 1.6 mm",
+        (0.5, 1, 1): "field 3.1 mm across B-scans and 6.0 mm along them: another spacing than the file says",
+        (2, 1, 1): "spacing between B-scans: 500.0 um",
+        (4, 1, 1): "spacing between B-scans: 1000.0 um",
+        (1, 2, 1): "spacing axial",
+        (1, 1, 0.5): "field 6.2 mm across B-scans and 3.0 mm along them: another spacing",
+        (1, 1, 2): "field 6.2 mm across B-scans and 12.0 mm along them: another spacing",
+    }.items():
+        pitch = tuple(share * mm for share, mm in zip(shares, (0.25, h, w), strict=True))
+        assert any(text in line for line in cautions_of(looked_at(voxels, pitch), 50.0)), text
+    wide = looked_at(voxels, (4.4 / len(voxels), h, 8.8 / voxels.shape[2]))
+    assert not any("strip" in line for line in cautions_of(wide, 50.0)), "30 by 15 degrees is a raster"
     (deep,) = cautions_of(looked_at(voxels, (0.25, h / 2, w)), 50.0)
     assert deep.startswith("field in depth: 1.0 mm, expected 1 to 7 mm") or "axial" in deep
 

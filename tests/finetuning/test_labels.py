@@ -67,7 +67,11 @@ def problem_of(folder: Path, text: str, *overrides: str) -> str:
     [
         (None, [], "not found"),
         ("person_id,grade\n1001,1\n", ["task.label_column=stage"], "expected a column stage"),
-        ("who,grade\n1001,1\n", ["task.label_column=grade"], "expected a column person_id"),
+        (
+            "who,grade\n1001,1\n",
+            ["task.label_column=grade"],
+            "expected a column person_id or participant_id, found who, grade; task.id_column=COLUMN names",
+        ),
         ("who,grade\n1001,1\n", ["task.label_column=grade", "task.id_column=who"], None),
         ("person_id,grade\n1001,1\n", ["task.label_column=grade", "task.unit=eye"], "column laterality"),
         ("nothing", ["task.kind=layers"], None),  # its labels are in the store

@@ -25,8 +25,9 @@ from data_setup.index.visit import visit_date_of
 from data_setup.manifest import Record, unknown_record
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError
-from data_setup.readers.heights import read_heights, read_stated_heights
+from data_setup.readers.heights import HEIGHT_MAP_CLASS, read_heights, read_stated_heights
 from data_setup.readers.labels import read_label_volume
+from data_setup.readers.octa import FLOW_CLASS
 from data_setup.readers.open_record import open_record
 from data_setup.resample import NEAREST
 from finetuning.dense import whole
@@ -40,6 +41,7 @@ from finetuning.prediction.agreement import bland_altman, write_agreement
 from finetuning.prediction.files import Files, between, sizes
 from finetuning.prediction.lines import NO_ANSWER, Lines, write_study
 from finetuning.prediction.predictors import decided
+from tests.data_setup.dicom.reading import assign
 from tests.support import import_factory
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
@@ -51,6 +53,7 @@ from utils.errors import UserError
 from utils.storage import StorageError
 
 OPTIONS = StorageOptions()
+PHOTOGRAPH = "1.2.840.10008.5.1.4.1.1.77.1.5.1"
 SHAPE, SPACING = (16, 200, 48), (0.12, 0.004, 0.05)
 NAMES = {"P01/OD", "P01/OS.nii.gz", "P02/OD.tif", "P02/OS.npy", "P03/scan.dcm"}
 SMALL, SMALL_MM = (6, 20, 14), (0.2, 0.01, 0.05)
@@ -128,6 +131,27 @@ def test_what_is_no_scan(tree: Path, tmp_path: Path) -> None:
     absent = read_scan(0, scan, load_config(SMOKE).spatial, OPTIONS, NEAREST)
     assert isinstance(absent, Reject)
     assert absent.fields["status"] == "missing_file"
+
+
+def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole tree in AI-READI's layout: its scans alone."""
+    write_opt(tmp_path / "retinal_oct", speckle(*SHAPE), name="scan.dcm", spacing=(0.4, 0.011, 0.12))
+    for name, uid in {
+        "heights.dcm": HEIGHT_MAP_CLASS,
+        "photo.dcm": PHOTOGRAPH,
+        "cube.dcm": FLOW_CLASS,
+    }.items():
+        edit = assign(SOPClassUID=uid)
+        write_opt(tmp_path / "other", speckle(), name=name, edit=edit)
+    (tmp_path / "truth").mkdir()
+    np.savez(tmp_path / "truth" / "1.2.3.npz", layers=speckle())
+    for places in (Places(files=[str(tmp_path)]), Places(dicoms=[str(tmp_path)])):
+        assert set(named(places)) == {"retinal_oct/scan.dcm"}
+        assert (
+            "3 DICOM files that are no OCT volume, such as height maps, are left" in capsys.readouterr().out
+        )
 
 
 def test_the_manifest_of_a_folder_says_what_no_file_does(

@@ -73,7 +73,11 @@ class AmbiguousYamlError(yaml.MarkedYAMLError):
 
 
 def plain_yaml(text: str) -> Any:
-    """yaml.safe_load; raises AmbiguousYamlError for a number that is not decimal and a key given twice."""
+    """yaml.safe_load; raises AmbiguousYamlError for a number that is not decimal, a key given twice, and an
+    alias (ten lines of aliases of aliases are more than any memory).
+    """
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        raise AmbiguousYamlError(problem="expected plain values, found an alias (*)")
     if (node := yaml.compose(text, Loader=yaml.SafeLoader)) is not None:
         _check_plain(node)
     return yaml.safe_load(text)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -231,10 +232,18 @@ def octave_names(tree: Tree) -> Mapping[int, str]:
     if path is None:
         raise UserError(f"{tree.root}: expected dataset.json, which names the classes, found none")
     try:
-        labels = json.loads(tree.read(path))["labels"]
-        return {int(value): str(name) for name, value in labels.items() if int(value) > 0}
+        labels = json.loads(tree.read(path), object_pairs_hook=_once)["labels"]
+        names = _once([(int(value), str(name)) for name, value in labels.items()])
+        return {value: name for value, name in names.items() if value > 0}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{tree.url(path)}: expected labels: {{name: number}}, found another file") from error
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs of a JSON object; raises ValueError for a key given twice."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key twice")
+    return dict(pairs)
 
 
 # ---- FairVision: a third of the people each for AMD, diabetic retinopathy and glaucoma

@@ -84,6 +84,15 @@ def test_each_fault_has_its_name(
     assert reason_of(read_volume, write_opt(tmp_path, speckle(), edit=edit)) == reason
 
 
+def test_a_transfer_syntax_that_is_not_that_of_the_data_is_named(tmp_path: Path) -> None:
+    path = Path(write_opt(tmp_path, speckle()))
+    path.write_bytes(path.read_bytes().replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2\0\0\0"))
+    with pytest.raises(
+        OCTReadError, match="header_mismatch: expected implicit VR, as the transfer syntax says"
+    ):
+        read_volume(str(path))
+
+
 def test_rescale_that_is_no_number(tmp_path: Path) -> None:
     path = Path(write_opt(tmp_path, speckle(), edit=assign(RescaleSlope="1.5", RescaleIntercept="0")))
     path.write_bytes(path.read_bytes().replace(b"DS\x04\x001.5 ", b"DS\x04\x00nan "))

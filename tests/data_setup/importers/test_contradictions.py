@@ -11,6 +11,7 @@ from PIL import Image
 from pydicom.dataset import FileDataset
 from pydicom.encaps import encapsulate
 from pydicom.uid import JPEG2000Lossless
+from tifffile import TiffFile
 
 from data_setup.readers.faults import RejectReason
 from data_setup.readers.open_record import peek_record, source_stat
@@ -51,6 +52,23 @@ def test_imagej_slices_are_the_images(tmp_path: Path) -> None:
     path = write_imagej(tmp_path / "eye.tif", speckle(), SPACING)
     path.write_bytes(path.read_bytes().replace(b"slices=6", b"slices=3"))
     assert reject(path)[0] == RejectReason.FRAME_COUNT_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("spacing=0.3", "one spacing"), ("yunit=um", "one unit"), ("slices=6", None), ("info=a\ninfo=b", None)],
+)
+def test_imagej_says_a_thing_once(tmp_path: Path, line: str, words: str | None) -> None:
+    path = write_imagej(tmp_path / "eye.tif", speckle(), SPACING)
+    with TiffFile(path) as tiff:
+        text = f"{tiff.pages.first.description}\n{line}\n"
+    pages = [Image.fromarray(p) for p in speckle()]
+    tags = {270: text, 282: 1 / SPACING[2], 283: 1 / SPACING[1]}
+    pages[0].save(path, save_all=True, append_images=pages[1:], tiffinfo=tags)
+    if words is None:
+        assert np.array_equal(read(path)[1], speckle())
+    else:
+        refused(reject(path), RejectReason.HEADER_MISMATCH, words)
 
 
 def edit_ome(path: Path, old: str, new: str) -> Path:
@@ -124,6 +142,25 @@ def test_a_page_turned_among_others_is_a_reject(tmp_path: Path) -> None:
     path.write_bytes(data)
     write_yaml(tmp_path / "eye.yaml", spacing_mm=list(SPACING))
     assert reject(path)[0] == RejectReason.UNSUPPORTED_PIXELS
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("<ScaleX>", "<ScaleX>0.5</ScaleX><ScaleX>"),
+        ("<Laterality>", "<Laterality>L</Laterality><Laterality>"),
+        ("<ImageNumber>", "<ImageNumber>99</ImageNumber><ImageNumber>"),
+        ("<Y>", "<Y>99</Y><Y>"),
+        ("<Width>36", "<Width>36</Width><Width>36"),
+    ],
+)
+def test_a_fact_of_a_heidelberg_export_stands_once(tmp_path: Path, old: str, new: str) -> None:
+    path = heidelberg(tmp_path, raster(6, SPACING[0], WIDTH))
+    path.write_text(path.read_text().replace(old, new))
+    if old == "<Width>36":  # twice the same
+        read(path)
+    else:
+        refused(reject(path), RejectReason.HEADER_MISMATCH, f"one {old[1:-1]} in a part")
 
 
 def heidelberg(root: Path, lines: list[tuple[float, ...]]) -> Path:

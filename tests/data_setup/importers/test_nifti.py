@@ -127,3 +127,13 @@ def test_headers_that_claim_too_much_allocate_nothing(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**26
+
+
+def test_a_gzipped_file_far_larger_than_itself_is_read_no_further(tmp_path: Path) -> None:
+    data = bytearray(write_nifti(tmp_path / "eye.nii", speckle(), SPACING).read_bytes()[:352])
+    data[42:48] = np.array([1000, 1000, 400], "<i2").tobytes()
+    with gzip.open(tmp_path / "eye.nii.gz", "wb", 1) as file:
+        file.write(data)
+        for _ in range(400):
+            file.write(bytes(10**6))
+    refused(reject(tmp_path / "eye.nii.gz"), RejectReason.HEADER_MISMATCH, "bytes of voxels, found 400000000")

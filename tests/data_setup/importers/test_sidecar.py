@@ -65,6 +65,7 @@ def test_a_yaml_that_is_none_is_named(tmp_path: Path, text: str) -> None:
         ("laterality: R\nlaterality: L", "laterality twice"),
         ("num_frames: 014", "octal"),
         ("value_range: [0, 1:30]", "sexagesimal"),
+        ("a: &a [1]\nb: &b [*a, *a]\nfiles: [*b, *b]", "alias"),
     ],
 )
 def test_a_yaml_that_two_readers_read_as_two_is_named(tmp_path: Path, line: str, words: str) -> None:

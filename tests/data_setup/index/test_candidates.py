@@ -136,6 +136,7 @@ def test_files_that_were_not_fetched_and_names_that_are_no_text_are_named(
     for name in ("lfs.dcm", "lfs.nii.gz", "lfs.vol", "IM0009", "b/b_1.png", "b/b_2.png", "t/1.tif"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(pointer)
+    (root / "annexed.nii").write_text("/annex/objects/MD5E-s120--0123456789abcdef.nii\n")
     (root / "annex.dcm").symlink_to("../.git/annex/objects/abc.dcm")
     bad = os.fsencode(root) + b"/M\xfcller.dcm"
     Path(os.fsdecode(bad)).write_bytes(b"DICM")
@@ -147,6 +148,10 @@ def test_files_that_were_not_fetched_and_names_that_are_no_text_are_named(
     assert "skipped: a link to nowhere, not fetched perhaps (git annex get): 1" in text.err
     rows = table(root / "left_out.tsv")
     assert rows.pop("M\\xfcller.dcm")["reason"] == "bad_name"
+    assert (
+        "a pointer of git-annex in its place; next: git annex get (annexed" in rows["annexed.nii"]["message"]
+    )
+    assert rows.pop("annexed.nii")["reason"] == "missing_file"
     assert set(rows) == {"lfs.dcm", "lfs.nii.gz", "lfs.vol", "IM0009", "b", "t/1.tif"}
     assert {row["reason"] for row in rows.values()} == {"missing_file"}
     assert all("a pointer of git-lfs in its place; next: git lfs pull" in r["message"] for r in rows.values())
@@ -209,6 +214,12 @@ def test_each_device_and_folder_has_its_own_line(tmp_path: Path, capsys: pytest.
     assert "  unknown, images of 40 x 36: 2 (erm/1001/OD, erm/1002/OD): write `spacing_mm" in wanted[0]
     assert not any("once for all" in line and f"{tmp_path}/volume.yaml" in line for line in lines)
     assert "d_order: superior_to_inferior, inferior_to_superior or unknown" in "\n".join(lines)
+    device, order, after = lines[first + 5 : first + 8]  # of the same groups, which stand above
+    same = "write `device: NAME` into the same files, or the column device of manifest.tsv"
+    assert device.startswith("missing: device unknown: 7 (")
+    assert device.endswith(same)
+    assert order.startswith("missing: order of B-scans unknown: 7 (")
+    assert after.startswith("manifest.tsv: ")
 
 
 def no_distance(ds: FileDataset) -> None:

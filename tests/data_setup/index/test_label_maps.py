@@ -65,6 +65,24 @@ def names_with_words_around(root: Path) -> dict[str, str]:
     }
 
 
+def other_words(root: Path) -> dict[str, str]:
+    """And forty classes, which are as many grey levels as a dull scan has."""
+    write_images(root / "input/Meier_1", speckle())
+    write_images(root / "ManualSegmentation/Meier_1", LABELS)
+    write_images(root / "Schulz_scans/1", speckle(seed=2))
+    write_images(root / "Weber_contours/1", LABELS)  # of nobody here
+    write_nifti(root / "P4/oct.nii.gz", speckle(seed=4), SPACING)
+    np.save(root / "P5_manual.npy", speckle())  # axes unknown: no word here says more
+    many = np.broadcast_to(np.arange(40, dtype=np.uint8)[:, None] * 5, (6, 40, 36))
+    write_nifti(root / "P4/oct_layers.nii.gz", many, SPACING)
+    return {
+        "input/Meier_1": "ManualSegmentation/Meier_1",
+        "Schulz_scans/1": "",
+        "P4/oct.nii.gz": "P4/oct_layers.nii.gz",
+        "P5_manual.npy": "",
+    }
+
+
 def of_jpeg(root: Path) -> dict[str, str]:
     """Rings of JPEG make hundreds of grey values of a few: no scan, and no classes to read either."""
     below = np.arange(120)[:, None] - 8 * np.sin(np.arange(160) / 12)
@@ -122,7 +140,7 @@ def test_a_localizer_beside_every_b_scan_is_said(
     "write",
     [
         *(nnunet, folders_of_images, folders_of_eyes, beside_each_other, without_a_scan),
-        *(names_with_words_around, of_jpeg, of_dicom, scans_in_a_folder_of_masks),
+        *(names_with_words_around, other_words, of_jpeg, of_dicom, scans_in_a_folder_of_masks),
     ],
 )
 def test_label_maps_are_no_eyes(tmp_path: Path, write: Callable[[Path], dict[str, str]]) -> None:
@@ -134,4 +152,6 @@ def test_label_maps_are_no_eyes(tmp_path: Path, write: Callable[[Path], dict[str
     left_out = table(tmp_path / "left_out.tsv") if (tmp_path / "left_out.tsv").exists() else {}
     assert {v for v in pairs.values() if v} <= set(left_out)
     assert {row["reason"] for row in left_out.values()} <= {"few_grey_levels", "unsupported_pixels"}
+    words = {row["message"].partition("(")[2].split()[0] for row in left_out.values()}
+    assert words <= ({"label_volume", "no"} if any(pairs.values()) else {"of", "no", "label"}), words
     assert not {"masks", "labelsTr"} & {row["person_id"] for row in rows.values()} or not left_out

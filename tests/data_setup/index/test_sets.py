@@ -15,7 +15,7 @@ import yaml
 
 from data_setup import prepare
 from data_setup.index import cli
-from data_setup.index.sets import NO_VOLUMES, PLUGS, preset, read
+from data_setup.index.sets import NO_VOLUMES, PLUGS, owners, preset, read
 from data_setup.index.sets.facts import MARKS, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
@@ -165,6 +165,13 @@ def test_a_bscan_without_a_line_is_ungraded_whatever_its_fluid_is(tmp_path: Path
     classes = scan.labels(imitations.SHAPE).classes
     assert classes is not None
     assert [set(np.unique(plane)) for plane in classes] == [{0, 1}, {0}, {255}, {255}, {255}]
+
+
+@pytest.mark.parametrize("names", ['"irf": 1, "irf": 2', '"irf": 1, "srf": 1'])
+def test_classes_of_octave_stand_once(tmp_path: Path, names: str) -> None:
+    (tmp_path / "dataset.json").write_text(f'{{"labels": {{{names}}}}}')
+    with pytest.raises(UserError, match=r"dataset\.json: expected labels"):
+        owners.octave_names(Tree(str(tmp_path), StorageOptions()))
 
 
 def test_the_labels_of_octave_are_there_from_its_inner_folder_too(world_of: Callable[[str], World]) -> None:

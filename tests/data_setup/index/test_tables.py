@@ -126,6 +126,7 @@ ODD_NAMES = {  # file -> PatientID
     "10/u\u0308ber/\u00fcber.dcm": "Zo\u00eb",
     "11/unknown": "unknown",
     "12/dots..dcm": "v1.0",
+    "13/blank.dcm ": "blank",
 }
 
 
@@ -319,6 +320,16 @@ def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Pa
         ("Meier/OG.nii.gz", False, "Meier", "L"),
         ("OD12.tif", False, "12", "R"),
         ("Rossi1/1.tif", False, "Rossi1", None),
+        ("1003/20240131_101500/OD", False, "1003", "R"),
+        ("1003/2024-01-31 10.15/OD", False, "1003", "R"),
+        ("20240131_1003_OD.nii", False, "1003", "R"),
+        ("scans/20240131_101500.nii", False, "20240131_101500", None),  # better than all of a day in one
+        ("1003/31-Jan-2024/OS", False, "1003", "L"),
+        ("1003/2024_mars_5/OS", False, "1003", "L"),
+        ("1003/Besuch1/OD", False, "1003", "R"),
+        ("1003/Kontrolle 2/OD", False, "1003", "R"),
+        ("imgs/S003_ch1.nii", False, "S003", None),
+        ("1003/240131/OD", False, "240131", "R"),  # of one path nobody knows
     ],
 )
 def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: str | None) -> None:
@@ -342,6 +353,8 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("1001/Fovea1 1001/Fovea2 1002/Fovea1", "1001 1001 1002"),
         ("A2/P1 A2/P2 B3/P1", "P1 P2 P1"),
         ("AMD/1/OD Control/1/OD", "1 1"),
+        ("P101/240131/OD P101/240502/OD P102/230115/OD", "P101 P101 P102"),
+        ("P101/240131/OD P102/983255/OD", "240131 983255"),  # one is no date
     ],
 )
 def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:

@@ -226,36 +226,36 @@ def _exit_code(cfg: Config, tally: Tally) -> int:
     return EXIT_TRY_AGAIN if tally.num_away else EXIT_USER_ERROR
 
 
-def _attach(verb: str, cfg: Config, workers: int) -> int:
-    """Lay files on the volumes of the store, which `prepare` itself does not do; returns the exit code."""
+def _run_verb(verb: str, cfg: Config, args: argparse.Namespace) -> int:
+    """Check the tree or the store, or lay files on the store's volumes; returns the exit code."""
+    if verb == "--check-only":
+        return check_tree(cfg, args.workers, args.json)
+    if verb == "--verify":
+        return verify(cfg, args.workers, args.dask)
     from data_setup.attach.flow import prepare_flow
     from data_setup.attach.heights import prepare_heights
     from data_setup.attach.labels import prepare_labels
 
     modes = {"--heights": prepare_heights, "--labels": prepare_labels, "--flow": prepare_flow}
-    return modes[verb](cfg, workers)
+    return modes[verb](cfg, args.workers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the stage; 0, or an exit code of utils.errors when some files could not be read."""
     # ---- the other verbs: each ends here, and none of them makes rows
     cfg, args = parse_cli("data_setup.prepare", __doc__ or "", argv, _add_arguments, has_checkpoint=False)
-    chosen = next((verb for verb in ("--heights", "--labels", "--flow") if getattr(args, verb[2:])), None)
-    if (args.check_only or args.verify or chosen) and (args.rebase or args.audit):
+    verb = next((name for name in _VERBS if getattr(args, name[2:].replace("-", "_"))), None)
+    if verb and (args.rebase or args.audit):
         verbs = "--check-only, --verify, --heights, --labels or --flow"
         raise UserError(f"--rebase, --audit: expected none of {verbs} with them, found one")
-    if args.check_only and args.dask:
-        raise UserError("--dask: expected no --check-only with it, which runs on this machine, found it")
-    if args.check_only:
-        return check_tree(cfg, args.workers, args.json)
-    if args.verify:
-        return verify(cfg, args.workers, args.dask)
-    if chosen:
-        if args.dask:
-            raise UserError(f"--dask: expected no {chosen} with it, which runs on this machine, found it")
-        return _attach(chosen, cfg, args.workers)
-    if args.json:
+    if args.dask and verb not in (None, "--verify"):
+        raise UserError(f"--dask: expected no {verb} with it, which runs on this machine, found it")
+    if args.json and verb != "--check-only":
         raise UserError("--json: expected --check-only with it, found none")
+    if verb:
+        place = cfg.data.gcs_root if verb == "--check-only" else cfg.data.store
+        announce(f"prepare {verb}: {place}: {_VERBS[verb]}")
+        return _run_verb(verb, cfg, args)
     announce(f"prepare: {cfg.data.manifest_path} is read; the volumes go into {cfg.data.store}")
     # ---- who is in: the manifest's records; splits of our own stay as they were, so nobody changes sides
     start = time.perf_counter()

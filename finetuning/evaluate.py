@@ -37,7 +37,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from finetuning.cohort.labels import check_table
+from finetuning.cohort.early import check_task, is_task_file
 from utils.cli import add_image_arguments, announce, parse_words, require_there, run_cli
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import DENSE_KINDS
@@ -90,7 +90,7 @@ def _page_of_checkpoint(asked: argparse.Namespace) -> str | None:
     """The same of a configuration, which may be a task's file: then it has the checkpoint's model."""
     from finetuning.answers.evaluation import evaluate, find_checkpoint, printed
     from finetuning.answers.same_eye import markdown, same_eye
-    from finetuning.cohort.source import is_task_file, open_source, refuse_unread
+    from finetuning.cohort.source import open_source, refuse_unread
     from finetuning.dense.crossfit import crossfit
     from finetuning.dense.kinds import KINDS
     from finetuning.features.slices import image_encoder_of
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     asked = parse(argv)
     require_there("--head", asked.head)
     if asked.config:
-        check_table(asked.config, asked.overrides)
+        check_task(asked.config, asked.overrides)
     announce(f"finetuning.evaluate: {asked.config or asked.head}; the libraries load, which takes seconds")
     setup_logging()
     # each imports what it needs: torch takes seconds, and a wrong command line is refused without it

@@ -16,11 +16,11 @@ finetune.encoder, optim.base_lr
 
 from __future__ import annotations
 
-from finetuning.cohort.labels import check_table
+from finetuning.cohort.early import check_task
 from utils.cli import answer_early, parse_words, run_cli
 
 if __name__ == "__main__":  # torch and scikit-learn take seconds to import
-    answer_early("finetuning.train", __doc__ or "", parse_words, check_table)
+    answer_early("finetuning.train", __doc__ or "", parse_words, check_task)
 
 import logging
 import os

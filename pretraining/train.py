@@ -15,11 +15,12 @@ train.per_core_batch_size, train.use_bf16, optim.base_lr, model.size, method.rec
 
 from __future__ import annotations
 
+from data_setup.store.place import check_store
 from utils.cli import answer_early, parse_cli, run_cli
 from utils.runtime import patience
 
 if __name__ == "__main__":  # torch and MONAI take seconds to import
-    answer_early("pretraining.train", __doc__ or "")
+    answer_early("pretraining.train", __doc__ or "", check=check_store)
 
 import logging
 import math

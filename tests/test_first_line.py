@@ -18,8 +18,18 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 FIRST_LINES = {  # command and words -> how its first line begins
     "data_setup.index no/folder": "index: files below no/folder",
     "data_setup.prepare --config configs/smoke_test.yaml data.gcs_root=no/tree": "prepare: no/tree/",
-    "pretraining.train --config configs/smoke_test.yaml": "pretraining.train: configs/smoke_test.yaml;",
-    "finetuning.train --config configs/layers.yaml model.checkpoint=no/run": "finetuning.train: configs/",
+    "data_setup.prepare --config configs/smoke_test.yaml --check-only data.gcs_root=no/tree": (
+        "prepare --check-only: no/tree: look at the headers"
+    ),
+    "data_setup.prepare --config configs/smoke_test.yaml --verify data.store=no/store": (
+        "prepare --verify: no/store: read every volume"
+    ),
+    "models.weights export --checkpoint configs --out no/out": "models.weights export: configs;",
+    "models.weights selftest configs": "models.weights selftest: configs;",
+    "pretraining.train --config configs/smoke_test.yaml data.store=STORE": (
+        "pretraining.train: configs/smoke_test.yaml;"
+    ),
+    "finetuning.train --config configs/layers.yaml model.checkpoint=configs": "finetuning.train: configs/",
     "finetuning.evaluate --head configs": "finetuning.evaluate: configs;",
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs": "finetuning.compare: ",
     "finetuning.predict --checkpoint configs --files no/scan --out no/out": "finetuning.predict: configs;",
@@ -29,6 +39,9 @@ TABLE = "task.labels_path=no/table.csv"
 REFUSED = {  # command and words -> what the one line says
     f"finetuning.train --config configs/cls_linear_probe.yaml {TABLE}": "no/table.csv",
     f"finetuning.evaluate --config configs/cls_linear_probe.yaml {TABLE}": "no/table.csv",
+    "finetuning.train --config configs/layers.yaml": "model.checkpoint: expected a checkpoint",
+    "finetuning.train --config configs/layers.yaml model.checkpoint=no/run": "no/run",
+    "finetuning.evaluate --config configs/layers.yaml model.checkpoint=no/run": "no/run",
     f"finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints docs {TABLE}": "no/table.csv",
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints a --columns b": "--columns",
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs no/run": "no/run",
@@ -38,6 +51,9 @@ REFUSED = {  # command and words -> what the one line says
     "finetuning.embed --checkpoint no/run --out b --store c": "no/run",
     "finetuning.embed --checkpoint configs --out b --store c data.workers": "data.workers",
     "pretraining.train --config configs/smoke_test.yaml optim.base_lrr=1": "optim.base_lrr",
+    "pretraining.train --config configs/smoke_test.yaml data.store=no/store": "no/store: expected a prepared",
+    "models.weights inspect no/file.pt": "path no/file.pt",
+    "models.weights export --checkpoint no/run.pt --out no/out": "--checkpoint no/run.pt",
     "benchmarks.evidence real --data no/eyes --only foo": "--only: expected some of vjepa2, ",
     "benchmarks.phantom_truth --config configs/smoke_test.yaml --control no/run model.size=q": "model.size",
 }
@@ -50,8 +66,9 @@ def run(line: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("line", FIRST_LINES)
-def test_a_command_first_says_what_it_is_about_to_do(line: str) -> None:
-    done = run(line)
+def test_a_command_first_says_what_it_is_about_to_do(line: str, tmp_path: Path) -> None:
+    (tmp_path / "index.parquet").touch()
+    done = run(line.replace("STORE", str(tmp_path)))
     assert done.stdout.startswith(FIRST_LINES[line]), done.stderr
 
 

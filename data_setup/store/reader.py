@@ -10,8 +10,8 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from concurrent.futures import as_completed
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,13 @@ from data_setup.store.format import (
     intact,
     read_attrs,
 )
+from data_setup.store.place import INDEX, no_store
 from utils import storage
 from utils.config.schema import Config, SpatialConfig, StorageOptions
 from utils.errors import EXIT_USER_ERROR, TransientError, UserError
 from utils.storage import StorageAwayError, StorageError
 from utils.storage.zarr_keys import ObjectStore, drop_copy
-from utils.terminal import say
+from utils.terminal import say, track
 from utils.workers import executor_of, is_lost_worker
 
 log = logging.getLogger(__name__)
@@ -66,13 +67,11 @@ class PreparedStore:
         cls, url: str, options: StorageOptions | None = None, cache_dir: str | None = None
     ) -> PreparedStore:
         """Open for reading; cache_dir: local copies of remote volumes. Raises UserError."""
-        index_url = storage.join(url, "index.parquet")
+        index_url = storage.join(url, INDEX)
         try:
             data = storage.read_bytes(index_url, options)
         except storage.StorageNotFoundError as error:
-            raise UserError(
-                f"{url}: expected a prepared store, found no index.parquet; run data_setup.prepare first"
-            ) from error
+            raise no_store(url) from error
         attrs = read_attrs(url, options)
         if attrs.get("format_version") != FORMAT_VERSION:
             raise UserError(
@@ -221,7 +220,7 @@ def _copy_name(row: int, digest: str) -> str:
     return f"{row}-{digest}"
 
 
-_ROWS = 64  # of a job
+_ROWS = 16  # of a job
 
 
 def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
@@ -229,14 +228,9 @@ def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
     store = PreparedStore.open(cfg.data.store, cfg.data.storage_options)
     count = len(store.kept)
     parts = [store.volumes.of(store.kept[start : start + _ROWS]) for start in range(0, count, _ROWS)]
-    problems: dict[int, str] = {}
     with executor_of(workers, cluster) as pool:
-        for future in as_completed([pool.submit(_problems, part) for part in parts]):
-            error = future.exception()
-            if isinstance(error, BrokenProcessPool) or (error is not None and is_lost_worker(error)):
-                text = "expected workers that live, found one that was killed, most often for lack of memory"
-                raise TransientError(f"{store.url}: {text}; run again, with fewer --workers") from error
-            problems |= future.result()
+        outcomes = _outcomes([pool.submit(_read, part) for part in parts], store.url)
+        problems = {row: text for row, text in track(outcomes, count, "verify", "volumes") if text}
     for _, problem in sorted(problems.items()):
         say(f"error: {problem}", file=sys.stderr)
     if problems:
@@ -247,12 +241,23 @@ def verify(cfg: Config, workers: int, cluster: str | None = None) -> int:
     return 0
 
 
-def _problems(volumes: VolumeReader) -> dict[int, str]:
-    """Row -> what is wrong with its volume."""
+def _outcomes(jobs: Sequence[Future[dict[int, str]]], url: str) -> Iterator[tuple[int, str]]:
+    """What `_read` says of each row, as it comes; raises TransientError for a worker that is gone."""
+    for job in as_completed(jobs):
+        error = job.exception()
+        if isinstance(error, BrokenProcessPool) or (error is not None and is_lost_worker(error)):
+            text = "expected workers that live, found one that was killed, most often for lack of memory"
+            raise TransientError(f"{url}: {text}; run again, with fewer --workers") from error
+        yield from job.result().items()
+
+
+def _read(volumes: VolumeReader) -> dict[int, str]:
+    """Row -> what is wrong with its volume; empty for nothing."""
     problems = {}
     for row in volumes.rows.tolist():
         try:
             volumes.read(row, compare=True)
+            problems[row] = ""
         except StorageAwayError:
             raise
         except StorageError as error:

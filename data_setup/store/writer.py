@@ -31,6 +31,7 @@ from data_setup.store.format import (
     read_attrs,
     write_table,
 )
+from data_setup.store.place import INDEX
 from data_setup.tables.splits import HASH
 from utils import storage
 from utils.config.schema import SpatialConfig, StorageOptions
@@ -199,7 +200,7 @@ class StoreWriter:
         _settle_repeats(table)
         types = {name: kind for name, (kind, _) in INDEX_COLUMNS.items()}
         index = pd.DataFrame(table, columns=list(types)).astype(types)
-        return write_table(storage.join(self.url, "index.parquet"), index, self.options)
+        return write_table(storage.join(self.url, INDEX), index, self.options)
 
 
 def _settle_repeats(table: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
+from finetuning.cohort.early import wanted_checkpoint
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
 from utils.config import load
@@ -107,15 +108,10 @@ class Source:
 
 def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
     """Read a task's file, its overrides and its checkpoint; raises UserError naming what is missing."""
+    wanted = wanted_checkpoint(path, overrides)
     written = OmegaConf.merge(read_file(path), read_words(overrides))
-    wanted = OmegaConf.select(written, "model.checkpoint")
-    if wanted is None:
-        raise ConfigError(
-            f"{path}: model.checkpoint: expected a checkpoint or a run's folder, found null; add "
-            "model.checkpoint=RUN_OR_FILE to the command"
-        )
     options = StorageOptions(**(OmegaConf.select(written, "data.storage_options") or {}))
-    url = find_checkpoint(str(wanted), options)
+    url = find_checkpoint(wanted, options)
     state = load_checkpoint(url, options)
     require_pretraining(state, url)
     saved = yaml.safe_load(load.to_yaml(load.config_of_yaml(state["config"], url)))
@@ -140,14 +136,6 @@ def find_checkpoint(wanted: str, options: StorageOptions) -> str:
         f"model.checkpoint: expected a checkpoint file (.pt) or the folder of a run with one, found {wanted}"
         "; give a run.dir of pretraining.train, which keeps them in its checkpoints/"
     )
-
-
-def is_task_file(path: str | Path) -> bool:
-    """Whether a file of configs/ names no method: a task's. False where it cannot be read."""
-    try:
-        return "method" not in read_file(path)
-    except ConfigError:
-        return False
 
 
 def check_fit(cfg: Config, store: PreparedStore, state: dict[str, Any], url: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from models.weights.words import parse
+from models.weights.words import answer_early, parse
 
 if __name__ == "__main__":  # torch takes seconds to import
-    parse(None)
+    answer_early()
 
 import argparse
 import importlib

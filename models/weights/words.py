@@ -19,6 +19,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from utils.cli import announce, errors_in_one_line, require_there
 from utils.help_pages import Parser, PeopleParser
 
 
@@ -57,3 +58,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.head is not None and (args.portable is None or args.which != "target"):
             exporter.error("--head: expected it with --portable and --which target, found other words")
     return args
+
+
+def answer_early() -> None:
+    """Refuse a wrong command line, or say what is begun, before torch is imported."""
+    words = vars(parse(None))
+    given = {name: words[name] for name in ("path", "checkpoint", "head", "folder") if words.get(name)}
+    with errors_in_one_line():
+        for name, place in given.items():
+            require_there(f"--{name}" if name in ("checkpoint", "head") else name, place)
+    places = ", ".join(given.values())
+    announce(f"models.weights {words['verb']}: {places}; the libraries load, which takes seconds")

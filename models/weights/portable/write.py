@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ from models.weights.portable.standalone import (
 from models.weights.shape import Weights, new_encoder
 from utils import storage
 from utils.errors import UserError
+from utils.terminal import say
 
 FORMAT_VERSION = 3  # 1 had no word about ONNX, 2 neither heads nor a runner
 RUNNER, GOLDEN = "oct_portable.py", "golden.npz"
@@ -266,17 +268,20 @@ def _programs(
     """
     with torch.no_grad():
         expected = module(*arguments)
+    _begin(f"{names[0]}: torch.export traces the program")
     exported = torch.export.export(module, arguments, dynamic_shapes=dynamic_shapes)
     torch.export.save(exported, buffer := io.BytesIO())
     contents, lines = {names[0]: buffer.getvalue()}, []
     runs = {names[0]: standalone.torch_program}
     if no_onnx is None:
+        _begin(f"{names[1]}: the program is translated")
         contents[names[1]] = to_onnx(exported, *named)
         if can_run():
             runs[names[1]] = standalone.onnx_program
         else:
             lines.append(f"{names[1]}: not run, onnxruntime is not installed")
     for name, opened in runs.items():
+        _begin(f"{name}: it runs on the golden eye")
         values = opened(contents[name], named[0])(*(argument.numpy() for argument in arguments))[-1]
         difference = difference_of(values, expected[-1].numpy())
         if not difference <= TOLERANCE:
@@ -286,6 +291,11 @@ def _programs(
         what = "features" if name in (PROGRAM, ONNX) else "answer"
         lines.append(f"{name}: golden {what} to {difference:.1g}")
     return expected, contents, lines
+
+
+def _begin(text: str) -> None:
+    """A line before each part that takes seconds."""
+    say(text, file=sys.stderr, flush=True)
 
 
 def difference_of(values: np.ndarray, expected: np.ndarray) -> float:

@@ -1,0 +1,24 @@
+"""Where a store's index is, and whether it is there: asked before anything that takes seconds to import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from utils import storage
+from utils.config.load import load_config
+from utils.errors import UserError
+
+INDEX = "index.parquet"
+
+
+def no_store(url: str) -> UserError:
+    """The error where nothing was prepared."""
+    return UserError(f"{url}: expected a prepared store, found no {INDEX}; run data_setup.prepare first")
+
+
+def check_store(config: str, overrides: Sequence[str]) -> None:
+    """Raise UserError where this machine should hold data.store and does not; a bucket is asked later."""
+    url = load_config(config, overrides).data.store
+    if not storage.is_remote(url) and not os.path.exists(storage.join(url, INDEX)):
+        raise no_store(url)

@@ -1,0 +1,42 @@
+"""What of a task is refused before torch is imported: wrong words, a checkpoint or a table that is not there.
+
+In: a task's file and the words of a command line. Out: nothing, or a UserError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from finetuning.cohort.labels import check_table
+from utils.cli import require_there
+from utils.config.written import read_file, read_words
+from utils.errors import ConfigError
+
+
+def is_task_file(path: str | Path) -> bool:
+    """Whether a file of configs/ names no method: a task's. False where it cannot be read."""
+    try:
+        return "method" not in read_file(path)
+    except ConfigError:
+        return False
+
+
+def wanted_checkpoint(path: str | Path, overrides: Sequence[str]) -> str:
+    """What a task's file, or the command line, gives as model.checkpoint; raises ConfigError for null."""
+    wanted = OmegaConf.select(OmegaConf.merge(read_file(path), read_words(overrides)), "model.checkpoint")
+    if wanted is None:
+        raise ConfigError(
+            f"{path}: model.checkpoint: expected a checkpoint or a run's folder, found null; add "
+            "model.checkpoint=RUN_OR_FILE to the command"
+        )
+    return str(wanted)
+
+
+def check_task(config: str, overrides: Sequence[str]) -> None:
+    """Raise UserError for a task without its checkpoint, and for a table as check_table does."""
+    check_table(config, overrides)
+    if is_task_file(config):
+        require_there("model.checkpoint", wanted_checkpoint(config, overrides))

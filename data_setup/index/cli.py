@@ -41,6 +41,7 @@ from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.tables.splits import TREE
+from data_setup.tables.text import read_cells
 from utils.cli import add_workers, announce
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     announce(f"index: files below {root} are listed and their headers read; the tables go into {out}")
     tree = Tree(root, options)
     _check_places(tree, out)
+    label_table = read_cells(args.labels, options) if args.labels else None  # before the files are read
     others: Counter[str] = Counter()
     if plug:
         entries = entries_of(plug, tree, out)
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         entries = [with_layers(root, out, entry, options) for entry in with_ids_of_folders(entries)]
         entries = with_label_maps(root, tree.sizes, entries, options)
         _show_readings([entry for entry in entries if entry.is_row and entry.person_source == "path"])
-    labels = compare_labels(args.labels, entries, options) if args.labels else []
+    labels = compare_labels(args.labels, label_table, entries) if label_table else []
     has_classes = plug is not None and any(entry.label_volume for entry in entries)
     classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
     there = {*tree.sizes, *(str(folder) for path in tree.sizes for folder in PurePosixPath(path).parents)}

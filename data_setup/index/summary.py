@@ -20,7 +20,7 @@ from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.store.summary import by_frequency, next_step, words
 from data_setup.tables.splits import FEW_PEOPLE, seeded_split, shortfalls
-from data_setup.tables.text import PERSON_COLUMNS, path_of, person_id_of, read_cells
+from data_setup.tables.text import PERSON_COLUMNS, path_of, person_id_of
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.storage import join
@@ -110,6 +110,8 @@ def _people(rows: Sequence[Entry], written: Written) -> list[str]:
             f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
         )
     lines += _doubts([entry for entry in rows if entry.person_source != "set"])
+    if places:
+        lines.append("  is a name no person, or one person several? give --person PATTERN")
     if written.dealt:
         lines.append(
             "  splits: none of the owners; recommended_split of participants.tsv gives a fifth of the people "
@@ -126,8 +128,6 @@ def _people(rows: Sequence[Entry], written: Written) -> list[str]:
         lines += [
             f"  {line}" for line in shortfalls((e.person_id, splits.get(e.person_id, "")) for e in rows)
         ]
-    if places:
-        lines.append("  is a name no person, or one person several? give --person PATTERN")
     return lines
 
 
@@ -335,11 +335,15 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES]) + (", ..." if len(names) > NAMES else "")
 
 
-def compare_labels(url: str, entries: Sequence[Entry], options: StorageOptions) -> list[str]:
-    """Lines about the table at `url`; raises UserError where none of its ids is one of the entries'."""
+def compare_labels(
+    url: str, table: tuple[list[str], dict[int, list[str]]], entries: Sequence[Entry]
+) -> list[str]:
+    """Lines about the table at `url`, as `read_cells` gives it; raises UserError where none of its ids is one
+    of the entries'.
+    """
     people = {entry.person_id for entry in entries if entry.is_row}
     known = {name for e in entries if e.is_row for name in (e.person_id, e.path, e.sop_instance_uid) if name}
-    header, rows = read_cells(url, options)
+    header, rows = table
     ids_of = {
         name: [text for text in (_id(cells[place], known) for cells in rows.values()) if text]
         for place, name in enumerate(header)
@@ -355,7 +359,9 @@ def compare_labels(url: str, entries: Sequence[Entry], options: StorageOptions) 
         advice = f"expected ids of the tree, such as {min(people)!r}, in one of its columns"
         if any(digest_of(text) in people for ids in ids_of.values() for text in ids):
             advice += "; its ids are those of the headers: give --keep-ids"
-        raise UserError(f"{url}: {advice}, found in {column}: {', '.join(named) or 'none'}{more}")
+        problem = f"{url}: {advice}, found in {column}: {', '.join(named) or 'none'}{more}"
+        rule = "; an id from a path has _ for blanks, commas and hyphens: write the same in the table"
+        raise UserError(problem + (rule if any(" (near " in text for text in named) else ""))
     lines = [f"labels      {url}: {len(here)} of {len(ids)} ids of column {column} are in the tree"]
     lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
     if strangers:

@@ -421,6 +421,13 @@ def test_ids_of_a_label_table_are_compared_at_once(
     other.write_text("Patient,Diagnosis\n9,AMD\n")
     with pytest.raises(UserError, match=r"other\.csv: expected ids of the tree, such as '1003'"):
         index(root, "--labels", str(other))
+    other.write_text('Patient,Diagnosis\n"Bauer, Zoe",AMD\n')
+    with pytest.raises(UserError, match=r"near 'Bauer_Zoe'\); an id from a path has _ for blanks, commas"):
+        index(root, "--labels", str(other))
+    (tmp_path / "no_oct").mkdir()
+    (tmp_path / "no_oct" / "notes.docx").touch()
+    with pytest.raises(UserError, match=r"no\.csv"):  # before any file is read
+        index(tmp_path / "no_oct", "--labels", str(tmp_path / "no.csv"))
     other.write_text("Patient,Diagnosis,Patient\n1003,AMD,9\n")
     with pytest.raises(UserError, match=r"other\.csv: column Patient: expected it once, found 2 times"):
         index(root, "--labels", str(other))

@@ -160,7 +160,7 @@ define pretrain
 	$(call stage,$(1),$(PY) -m pretraining.train --config $(CONFIG) run.dir=$(COMPARE)/$(1) wandb.mode=disabled $(2))
 endef
 
-# the first checkpoint's store and filters are the leaderboard's: multi-domain, or one device alone would be evaluated
+# the first checkpoint's store and filters are the leaderboard's: multi-domain, or only one device would be evaluated
 compare: RUN := $(COMPARE)
 compare: $(VENV)/installed ## three pre-trainings (two seeds of one device, all devices) side by side, on the phantom
 	$(forget)

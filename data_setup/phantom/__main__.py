@@ -30,7 +30,7 @@ from data_setup.phantom.dicom import SYNTAXES
 from data_setup.phantom.faults import plant_faults
 from data_setup.phantom.files import MANIFEST_COLUMNS, write_person
 from data_setup.tables.text import table_text
-from utils.cli import run_cli
+from utils.cli import announce, run_cli
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.terminal import track
@@ -192,6 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--labels", choices=LABEL_KINDS, help="write labels of voxels beside the scans")
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")
     args = parser.parse_args(argv)
+    announce(f"phantom: {args.participants} synthetic participants are drawn into {args.out}")
     marker = write_tree(**vars(args))
     print(f"{marker['volumes']} volumes of {args.participants} participants in {args.out}")
     where = shlex.quote(f"data.gcs_root={args.out}")

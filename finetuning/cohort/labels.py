@@ -32,7 +32,6 @@ from utils.config.written import read_file, read_words
 from utils.errors import UserError
 
 VOLUME_COLUMNS = ("sop_instance_uid", "path", "filepath")
-NAME_IT = "; name the column with ids: task.id_column=COLUMN"
 SHOWN = 10  # unmatched ids in the log
 NO_SEX = (
     "AI-READI does not release sex: PatientSex of its files is the same dummy, M, for everybody, so a score "

@@ -12,6 +12,7 @@ that finetuning.evaluate derived from the paired interval; where there is none, 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -71,7 +72,7 @@ def _change(first: float | None, last: float | None) -> str:
 def _truth_line(question: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """One question: what the encoder scores, the best of the rows that its verdict is about, the verdict."""
     first, *rest = question["rows"]
-    # files of before yardsticks compare with all of their rows
+    # earlier files compare with all of their rows
     named = question["compared"]["linear"] if "compared" in question else [*question["differences"]]
     best = max((row for row in rest if row["name"] in named), key=lambda row: float(row["r2"]))
     gain = "no gain shown" if "no gain shown" in question["verdict"] else "gained by training"
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--file", metavar="DIGEST", help="only print which path the page calls by this digest"
     )
     args = parser.parse_args(argv)
+    say(f"report: {', '.join(args.runs)}: the files are read and drawn", file=sys.stderr, flush=True)
     runs = [read_run(path) for path in args.runs]
     if args.file is not None:
         say(*_paths_of(runs, args.file))

@@ -35,8 +35,8 @@ install: $(VENV)/installed-dev ## make .venv with everything that the targets ne
 # pip would write the bytecode of all packages, 0.3 GB and a minute; so only these and what they import get theirs
 IMPORTED := torch, monai.transforms, pandas, pyarrow.parquet, sklearn.linear_model, scipy.stats, zarr, pydicom, \
     matplotlib.pyplot, plotly.offline, wandb, nibabel, tifffile, gcsfs, s3fs
-# and of torch's wheel 83 MB go: programs that test its C++ code
-TORCH_TESTS := $(VENV)/lib/python3*/site-packages/torch/test
+# and 120 MB of tests go that two wheels bring
+TESTS_OF_WHEELS := $(addprefix $(VENV)/lib/python3*/site-packages/,torch/test pandas/tests)
 
 # torch comes first where there is no NVIDIA driver: PyPI's brings 5 GB of CUDA's libraries. `TORCH_INDEX=` takes PyPI's.
 $(VENV)/installed: requirements.txt constraints.txt
@@ -46,7 +46,7 @@ $(VENV)/installed: requirements.txt constraints.txt
 	if [ -n "$(TORCH_INDEX)" ]; then $(PIP) --no-compile --no-deps --retries 1 "$$(grep '^torch==' constraints.txt)" \
 	    --index-url $(TORCH_INDEX) || \
 	    echo "$(TORCH_INDEX): not reached, so torch comes from PyPI, with CUDA's libraries"; fi; \
-	$(PIP) --no-compile -r requirements.txt -c constraints.txt && rm -rf $(TORCH_TESTS) && \
+	$(PIP) --no-compile -r requirements.txt -c constraints.txt && rm -rf $(TESTS_OF_WHEELS) && \
 	env -u PYTHONDONTWRITEBYTECODE $(PY) -c "import $(IMPORTED)" && \
 	printf 'install\t%s\n' $$(( $$(date +%s) - start )) >> $(RUN)/stages.tsv
 	@touch $@

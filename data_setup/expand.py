@@ -298,7 +298,7 @@ def _marker(members: Sequence[Member]) -> str:
 
 @contextlib.contextmanager
 def _staging_folder(dst: str) -> Iterator[str | None]:
-    """A folder for unfinished files that runs on a disk share; one alone removes what killed ones left."""
+    """A folder for unfinished files that runs on a disk share; a single run removes what killed ones left."""
     if storage.is_remote(dst):
         yield None
         return

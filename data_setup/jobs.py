@@ -1,7 +1,7 @@
 """One row of the store from one file, and many of them by worker processes.
 
 In: jobs, each a manifest record with its row. Out: the row's volume and JSON in the store, and an outcome. A
-job depends on its own file alone, so it may run anywhere, in any order, and again.
+job depends only on its own file, so it may run anywhere, in any order, and again.
 """
 
 import math
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def prepare_row(job: Job) -> Outcome:
-    """Write one row: its volume and its JSON, or a JSON with the reason why there is no volume.
+    """Write one row: its volume and its JSON, or a JSON with the reason why it has none.
 
     Reads the header, checks it against the manifest, decodes and resamples the frames, measures the result.
     Storage that does not answer leaves the row as it was, and so does a missing file whose volume is here.

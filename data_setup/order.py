@@ -1,4 +1,4 @@
-"""Which volume stands at which global position: a function of the seed, known before anything is read.
+"""Which volume is at which global position: a function of the seed, known before anything is read.
 
 In: a seed, the rows of a store, their devices. Out: `DataOrder.row(position)`. So any step can be the first
 one of a process, and resuming needs nothing of a loader's state.
@@ -20,7 +20,7 @@ MOST_PASSES, TURN = 2.0, 1024
 
 
 class DataOrder:
-    """Which store row stands at which global position."""
+    """Which store row is at which global position."""
 
     def __init__(self, seed: int, rows: np.ndarray, groups: Sequence[str] | None = None) -> None:
         """`groups`: the device of every row, for equal shares per device as far as MOST_PASSES allows; None:

@@ -20,14 +20,14 @@ same bytes.
 
 With `--dask` the workers of a cluster prepare the rows in place of this machine's processes: they need this
 repository, data.gcs_root and data.store. `--verify` reads every volume again and compares checksums.
-`--check-only` reads headers alone, writes no store and ends with 1 where something is wrong
+`--check-only` reads only headers, writes no store and ends with 1 where something is wrong
 (data_setup/check.py). `--heights` lays the height maps of data.octa_manifest_path on
 the volumes of a finalised store (data_setup/attach/heights.py), `--labels` what the manifest's columns
 label_volume and label_surfaces name (attach/labels.py), `--flow` the flow cubes and en-face images
 of data.octa_manifest_path (attach/flow.py). `--rebase` takes a tree that has moved for
 the same one: files of equal size are not read again.
 
-There are no locks. Every row is computed from its own file alone and every object is written whole, so two
+There are no locks. Every row is computed only from its own file and every object is written whole, so two
 runs at once only write the same bytes twice. Two runs at once with two manifests are an error at their end: a
 record has lost its row.
 
@@ -147,7 +147,7 @@ def select(
 
 def work(jobs: Sequence[Job], workers: int, limit: float, tally: Tally, cluster: str | None = None) -> None:
     """Run the jobs and count their outcomes; stop when more than `limit` rows are rejected. Not before
-    LOOKED_AT of them: a small set is looked at to its end, so that all its rejects are known.
+    LOOKED_AT of them: a small set is looked at completely, so that all its rejects are known.
     """
     # Each outcome is written before it arrives here, so a kill between two of them loses none.
     outcomes = run_jobs(jobs, workers, cluster=cluster)

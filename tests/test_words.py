@@ -1,4 +1,6 @@
-"""English as a colleague speaks it: words and forms that do not come back, in all that a user reads."""
+"""English as a colleague speaks it: words and forms that do not come back, in all that is read: pages,
+configurations, docstrings, messages.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +55,16 @@ def comments(path: Path) -> str:
     return flat("\n".join(line.partition("#")[2] for line in path.read_text().splitlines()))
 
 
+def docstrings(path: Path) -> Iterator[str]:
+    """All docstrings of a file, without the names of modules in them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield re.sub(r"\w+(\.\w+)+", " ", ast.get_docstring(node) or "")
+
+
 def help_texts(path: Path) -> Iterator[str]:
-    """What `--help` shows: a command's docstring, and the words of its options."""
+    """The words of a command's options."""
     tree = ast.parse(path.read_text())
-    if any(isinstance(node, ast.Name) and node.id in ("Parser", "PeopleParser") for node in ast.walk(tree)):
-        yield ast.get_docstring(tree) or ""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in ("help", "description", "epilog"):
             for part in ast.walk(node.value):
@@ -68,20 +75,23 @@ def help_texts(path: Path) -> Iterator[str]:
 def messages(path: Path) -> Iterator[str]:
     """What errors, logs and tables say: texts of two words or more that are no docstring."""
     tree = ast.parse(path.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    others = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in others:
             yield node.value if " " in node.value.strip() else ""
 
 
 def everything() -> dict[str, str]:
-    """Where -> what a user reads there."""
+    """Where -> what is read there."""
     pages = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md"))]
     texts = {str(page.relative_to(ROOT)): prose(page) for page in pages}
-    texts |= {f"configs/{path.name}": comments(path) for path in sorted((ROOT / "configs").glob("*.yaml"))}
+    lists = [*ROOT.glob("requirements*.txt"), ROOT / "Makefile", ROOT / "docs/guides/train.sbatch"]
+    files = [*sorted((ROOT / "configs").glob("*.yaml")), *lists]
+    texts |= {str(path.relative_to(ROOT)): comments(path) for path in files}
     for room in ROOMS:
         for path in sorted((ROOT / room).glob("**/*.py")):
-            texts[str(path.relative_to(ROOT))] = flat(" | ".join([*help_texts(path), *messages(path)]))
+            parts = [*docstrings(path), *help_texts(path), *messages(path)]
+            texts[str(path.relative_to(ROOT))] = flat(" | ".join(parts))
     texts["meanings of keys"] = flat(" ".join(key.meaning for key in keys().values()))
     return texts
 

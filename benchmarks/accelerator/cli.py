@@ -98,7 +98,7 @@ class Bench:
         self.write()
 
     def _keep_earlier(self) -> None:
-        """What a call of before has measured of other stages, if it was of this commit and device."""
+        """What an earlier call has measured of other stages, if it was of this commit and device."""
         file = self.out / "results.json"
         known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         if known and all(known.get(name) == value for name, value in self.facts.items()):

@@ -2,7 +2,7 @@
 
 In: arrays over the field, with as many samples as they like, and the volume's row of the index. Out: the same
 on the grid, NaN or 0 outside the field. Heights go through the weights that made the volume
-(data_setup/resample.py), over valid heights alone; classes are those of the scan's voxel under the centre.
+(data_setup/resample.py), only over valid heights; classes are those of the scan's voxel under the centre.
 Along D both are of the B-scans that the volume's planes are, by the rule of its store's geometry.
 """
 
@@ -46,7 +46,7 @@ def _axis(
 
 def along_d(count: int, record: Mapping[str, Any], geometry: Mapping[str, Any]) -> AxisWeights:
     """Weights along D of `count` lines over the field, in the store's order. Where a plane of the volume is
-    one B-scan, it is what the lines say there: that B-scan's own line, where each has one.
+    one B-scan, it is that B-scan's own line, where each has one.
     """
     size, spacing, target_size, target = of_scan = _axis(record, geometry, "d")
     own = length_mm(record, "d") / count
@@ -126,7 +126,7 @@ def lay_on_scan(values_SDW: np.ndarray, record: Mapping[str, Any], geometry: Map
 
 
 def _mean_of_valid(values_SDW: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-    """Weighted means along D and W of what is not NaN; NaN where less than LEAST_WEIGHT of it is."""
+    """Weighted means along D and W of the known values; NaN where they weigh less than LEAST_WEIGHT."""
     is_valid = ~np.isnan(values_SDW)
     sums, shares = (
         weights[0] @ part @ weights[1].T

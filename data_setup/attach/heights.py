@@ -4,7 +4,7 @@ In: a finalised store and data.octa_manifest_path, retinal_octa/manifest.tsv of 
 associated_structural_oct_* and associated_segmentation_* link a map to a scan. Out: the maps on the volumes'
 own grid (stored.py), heights_report.json and a table that counts every mismatch by reason.
 
-The grid of a map need not be that of its scan: both cover the same field (grid.py). A map's B-scans run as
+A map's grid may differ from that of its scan: both cover the same field (grid.py). A map's B-scans run as
 its scan's do, or the other way: the documentation does not say which for every device, so the brightness step
 at the first surface decides, and both are in the table (jobs.py).
 """

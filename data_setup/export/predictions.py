@@ -273,7 +273,7 @@ def _places(group: pydicom.Dataset) -> pydicom.Dataset:
 
 
 def _lay_frames(hd: Any, source: pydicom.Dataset, header: OCTHeader) -> None:
-    """Give the scan the functional groups that highdicom asks for: the places of its own frames where they
+    """Give the scan the functional groups that highdicom asks for: the places of the frames where they
     have a common orientation, else those of `_own_geometry`.
     """
     own = {} if _has_positions(source) else _own_geometry(hd, header)

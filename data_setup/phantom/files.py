@@ -1,7 +1,7 @@
 """One planned scan of the phantom to its files: the DICOM, its truth and its manifest row.
 
-In: a participant, a scan, a size. Out: files under the tree's root. Every file is a function of the seed,
-the size and the scan alone, so the order of work does not matter.
+In: a participant, a scan, a size. Out: files under the tree's root. Every file is a function only of the
+seed, the size and the scan, so the order of work does not matter.
 """
 
 import io

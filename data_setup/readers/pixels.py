@@ -128,7 +128,7 @@ def iter_pixels(
 ) -> Iterator[np.ndarray]:
     """Native frames [rows, cols] or [rows, cols, samples]; raises OCTReadError.
 
-    `order` has the index in the file of each frame, None for file order. The file stands at the pixel data
+    `order` has the index in the file of each frame, None for file order. The file is at the pixel data
     element. Values and colours are those that the file stores.
     """
     syntax = layout.transfer_syntax

@@ -9,7 +9,7 @@ Layout under the store's URL, the same on a disk and in a bucket:
     index.parquet           both, compacted: INDEX_COLUMNS; a store without it is not finalised
     prepare_report.json     the summary of the last `data_setup.prepare` that wrote the index
 
-writer.py and reader.py alone open a store; this file holds what they share.
+Only writer.py and reader.py open a store; this file holds what they share.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ def checksum(voxels: np.ndarray) -> str:
 
 def geometry_of(spatial: SpatialConfig, planes: str) -> dict[str, Any]:
     """The store's attribute `geometry`: the grid that every volume is on, and what its planes are
-    (data_setup/resample.py), which stores of before do not name.
+    (data_setup/resample.py), which earlier stores do not name.
     """
     return {
         "image_size": list(spatial.image_size),

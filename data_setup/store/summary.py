@@ -84,7 +84,7 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
 
 
 def require_apart(url: str, index: pd.DataFrame, lines: Mapping[str, int] | None = None) -> None:
-    """Raise UserError when a volume of `identical_volumes` stands in two splits; `lines`: path -> line of the
+    """Raise UserError when a volume of `identical_volumes` is in two splits; `lines`: path -> line of the
     manifest.
     """
     leaks = [rows for rows in identical_volumes(index) if len(set(rows.values())) > 1]

@@ -1,4 +1,4 @@
-"""The write side of the prepared store, used by data_setup/prepare.py and jobs.py alone.
+"""The write side of the prepared store, used only by data_setup/prepare.py and jobs.py.
 
 In: resampled volumes and what was measured. Out: chunks, row files, the record list, the index; the layout is
 in data_setup/store/format.py. Every object is written whole, and a row's JSON comes after its chunk.

@@ -89,7 +89,7 @@ def fact_of(value: str | None) -> str | None:
 
 
 def person_id_of(value: str | None, known: Collection[str] = ()) -> str | None:
-    """The id in a cell; None of an empty one alone, since a folder or a header may say `None` or `nan`. An
+    """The id in a cell; None only of an empty one, since a folder or a header may say `None` or `nan`. An
     integer column with a gap is written as 1001.0: that is 1001, unless an id `known` as 1001.0 is meant.
     """
     text = (value or "").strip()

@@ -242,7 +242,7 @@ def _classes(cohort: Cohort, fold: int | None = None) -> list[int]:
 
 
 def _without_empty_classes(cfg: Config, cohort: Cohort, where: str) -> Cohort:
-    """Class numbers without those that nobody has; UserError where task.names names such a class."""
+    """Class numbers without those that nobody has; UserError where task.names names one of these."""
     present = _classes(cohort)
     if cohort.kind not in CLASS_KINDS or len(present) == len(cohort.names):
         return cohort

@@ -2,7 +2,7 @@
 
 In: a task file of configs/ and `model.checkpoint`, a file or a run's folder. Out: a `Source`: the weights,
 and a whole configuration whose data, geometry, model and method are those of the checkpoint unless the file
-or the command line says otherwise. What the weights rest on may not be said otherwise: check_fit. A key that
+or the command line changes them. What the weights rest on may not be changed: check_fit. A key that
 the way of training does not read is refused where somebody sets it, since it would do nothing: refuse_unread.
 What a checkpoint's configuration brings along is nobody's word. A file may hold a key that has no default,
 since it must be there; the command line may not.

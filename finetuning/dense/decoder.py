@@ -8,7 +8,7 @@ In: tokens of one plane of the token grid [B, gh, gw, E], E = 0 for none, and th
               U-Net), so that the deepest level sees 112 rows and more; columns are read some at a time.
               Tokens of several blocks of the encoder join at the level whose stride is nearest to theirs
               (Hatamizadeh et al. 2022, UNETR, which this is within B-scans)
-  linear      one layer: a token gives the logits of the voxels of its own patch
+  linear      one layer: a token gives the logits of the voxels of its patch
   upsampling  convolutions within B-scans, doubling to full size; `voxels`: beside features of the voxels
 
 Of surfaces, the outputs are logits over the H voxels of an A-scan; a height is the mean of their softmax, and
@@ -61,7 +61,7 @@ class UnetrDecoder(nn.Module):
     """
 
     def __init__(self, cfg: Config, width: int, num_outputs: int) -> None:
-        """`width` of the tokens; 0: voxels alone."""
+        """`width` of the tokens; 0: only voxels."""
         super().__init__()
         spatial, is_layers = cfg.spatial, cfg.task.kind == "layers"
         patch, (_, row_mm, column_mm) = spatial.patch_size, spatial.target_spacing

@@ -3,7 +3,7 @@
 In: a `Kind`, a head's file, a store with the labels of its task. Out: `${run.dir}/KIND.json` and KIND.md,
 written last, so that where they are the other files of the answer are. An existing answer to the same
 question is reused; a look at test participants is counted. Arms: the pre-trained encoder, a randomly
-initialised one and yardsticks in an encoder's place (finetuning.features.yardsticks) where
+initialised one and baselines in an encoder's place (finetuning.features.yardsticks) where
 finetune.against_random trained them, and what a kind compares them with. The head is compared with each.
 
 Measured is on the scan's own voxels (`OnScan`): labels are those of the files, over the scan's B-scans, rows

@@ -1,4 +1,4 @@
-"""Volumes with labels of their own on the grid, in three folds by the split of their participants.
+"""Volumes that have labels on the grid, in three folds by the split of their participants.
 
 In: a configuration, a store, rows that have such labels. Out: `DenseVolumes`, which layers, segmentation and
 translation extend by the labels; refusals of people that were seen before. With eval.protocol official the

@@ -75,7 +75,7 @@ class DenseHead:
 def encoder_of(
     name: str, cfg: Config, checkpoint: dict[str, Any], url: str, mean: Tensor | None = None
 ) -> VisionTransformer3D | LocalTokens:
-    """The frozen encoder of an arm: the checkpoint's, the one that cfg.seed initialises, or a yardstick with
+    """The frozen encoder of an arm: the checkpoint's, the one that cfg.seed initialises, or a baseline with
     the mean of the training volumes.
     """
     if name in LOCAL:

@@ -49,7 +49,7 @@ class Moving:
 
     @classmethod
     def of(cls, cfg: Config, encoder: Encoder, decoder: nn.Module) -> Moving:
-        """AdamW whose weight decay is of matrices alone; the decoder, and the last block of an encoder that
+        """AdamW whose weight decay is only of matrices; the decoder, and the last block of an encoder that
         is trained, have the full rate.
         """
         is_trained, optim = cfg.finetune.encoder == "trained", cfg.optim

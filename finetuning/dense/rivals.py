@@ -1,4 +1,4 @@
-"""What stands beside a head in the folds: an image model in its encoder's place, a plain 2D U-Net, and a
+"""What is beside a head in the folds: an image model in its encoder's place, a plain 2D U-Net, and a
 second grader where the manifest names one.
 
 In: the volumes of a fold. Out: arms, a name and what predicts a row, in the form that a `Kind` measures.
@@ -136,7 +136,7 @@ def train_unet(known: Pair, val: Pair, num_classes: int, seconds: float, seed: i
 
 @dataclass(frozen=True)
 class KeptSlices(KeptFeatures):
-    """Kept tokens of an image model, each B-scan seen alone."""
+    """Kept tokens of an image model, each B-scan seen by itself."""
 
     image: SliceEncoder | None = None
 

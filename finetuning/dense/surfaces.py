@@ -245,7 +245,7 @@ def _vertex(line: np.ndarray, place: int) -> float:
 
 
 def _filled(values: np.ndarray) -> np.ndarray:
-    """The map with its gaps filled by the nearest known value, for the spline alone."""
+    """The map with its gaps filled by the nearest known value, only for the spline."""
     gaps = np.isnan(values)
     if not gaps.any():
         return values.astype(float)

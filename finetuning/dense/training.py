@@ -133,7 +133,7 @@ class Trained:
 
 def arms_of(cfg: Config) -> tuple[str, ...]:
     """The encoders that decoders are trained on; a decoder that reads voxels at all levels needs no others
-    than those of voxels alone beside it.
+    than those of only voxels beside it.
     """
     if not cfg.finetune.against_random:
         return (PRETRAINED,)
@@ -298,7 +298,7 @@ def _token_source(
     encoder: Encoder | KeptFeatures, training: Training[Any]
 ) -> KeptFeatures | Callable[[Tensor], Tensor]:
     """A frozen encoder's kept tokens; or what runs an encoder that is trained, which is made ready for it;
-    or a yardstick, which is faster computed than kept.
+    or a baseline, which is faster computed than kept.
     """
     cfg, volumes, runtime = training.source.cfg, training.volumes, training.runtime
     if isinstance(encoder, LocalTokens):
@@ -354,7 +354,7 @@ def train_step(
 
 @contextmanager
 def drawn(seed: int, step: int, first: int, device: torch.device) -> Iterator[None]:
-    """What a decoder draws here is of the update and the place of its first plane alone."""
+    """What a decoder draws here depends only on the update and the place of its first plane."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(int(np.random.SeedSequence([seed, step, first]).generate_state(1)[0]))
         yield

@@ -1,7 +1,7 @@
 """Embed every volume of a collection: reading overlaps with the encoder, each row is kept as it is done.
 
 In: the words of the command line. Out: the exit code, and the folder, with which the same command goes on
-after a kill. A volume goes through the encoder alone, so its features depend on nothing but itself and the
+after a kill. A volume goes through the encoder by itself, so its features depend on nothing but itself and the
 weights: not on its neighbours, on a restart, or on how many processes share the rows (row i of those still to
 do belongs to process i % n).
 

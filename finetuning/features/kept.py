@@ -11,7 +11,7 @@ Layout below `${run.dir}/../features`, which the runs beside each other share:
 
 ENCODER is a digest of the encoder's weights, of the configuration they rest on, of geometry, normalisation
 and precision; VOLUME is one of the voxels, the valid field and the intensity statistics of a volume. So a
-changed checkpoint or a volume prepared again has features of its own, and nothing can be out of date. Only
+changed checkpoint or a volume prepared again has separate features, and nothing can be out of date. Only
 the files of the rows asked for are read. Every file is written whole, after its batch: a kill costs one
 batch. A damaged file (the zip's CRC) is computed again. The folder may be removed at any time.
 """

@@ -3,7 +3,7 @@
 In: a configuration, the prepared store, rows, and, for questions about tokens, which. Out: features by fold,
 of tokens [n, T, F] or of volumes [n, 2F] (mean and standard deviation over valid tokens), each with a name
 and a label. The same rows stand beside an encoder in benchmarks.phantom_truth, benchmarks.evidence and
-finetuning.compare; "gained by training" is said above the best of them alone.
+finetuning.compare; "gained by training" is said only above the best of them.
 
   place             where the token lies, which every row of a token has beside its features
   own_voxels        the voxels of the token
@@ -11,7 +11,7 @@ finetuning.compare; "gained by training" is said above the best of them alone.
   192_random_of_27  random ReLU features of these, relu(W (x - m) + b): W and b from a fixed seed, m the mean
                     of the training volumes (Rahimi and Recht 2007); as many as the encoder is wide
   1024_random_of_27 more of them than the encoder is wide
-  slices            tokens of a 2D image encoder, for each B-scan alone (finetuning.features.slices)
+  slices            tokens of a 2D image encoder, for each B-scan by itself (finetuning.features.slices)
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Neighbourhoods(Volumes):
 
 
 class LocalTokens(nn.Module):
-    """A yardstick in the place of an encoder: normalised volumes [B, 1, D, H, W] -> tokens [B, N, width]."""
+    """A baseline in the place of an encoder: normalised volumes [B, 1, D, H, W] -> tokens [B, N, width]."""
 
     mean: Tensor
     weight: Tensor

@@ -67,7 +67,7 @@ class Best(Generic[Weights]):
     weights: Weights | None = None
 
     def offer(self, rank: tuple[float, ...], epoch: int, step: int, weights: Callable[[], Weights]) -> None:
-        """Keep what is better than all before it; what is no number never is."""
+        """Keep what is better than all before it; NaN and infinity never are."""
         if all(map(math.isfinite, rank)) and rank > self.rank:
             self.rank, self.epoch, self.step, self.weights = rank, epoch, step, weights()
 

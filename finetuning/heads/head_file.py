@@ -216,7 +216,7 @@ def checkpoint_of(
 
 def require_same_grid(state: dict[str, Any], url: str, store: PreparedStore) -> None:
     """Raise UserError unless the store's volumes are on the grid of the head at `url`. Planes of
-    another rule are a warning: a store of today can be asked by a head of before.
+    another rule are a warning: an earlier head can ask a current store.
     """
     for key in ("normalisation", "geometry"):
         expected, actual = state[key], store.attrs[key]

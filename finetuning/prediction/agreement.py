@@ -131,7 +131,7 @@ def _given(
 
 
 def bland_altman(predicted_N: np.ndarray, given_N: np.ndarray) -> dict[str, float]:
-    """bias, low, high (limits of agreement), mad, icc of N eyes; below LEAST_EYES bias and mad alone."""
+    """bias, low, high (limits of agreement), mad, icc of N eyes; below LEAST_EYES only bias and mad."""
     difference = predicted_N - given_N
     result = {"bias": float(difference.mean()), "mad": float(np.abs(difference).mean())}
     if len(difference) < LEAST_EYES:

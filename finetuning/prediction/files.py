@@ -3,7 +3,7 @@
 In: a head of layers or segmentation, scans. Out: below DIR at the scan's path nifti (.nii.gz), npz, png (a
 folder, an image a B-scan), seg (DICOM Segmentation) or heightmap (DICOM Height Map Segmentation),
 segments.jsonl with what was measured, and label_classes.yaml. A format of classes holds of a head of surfaces
-the layers between them; heightmap holds surfaces alone.
+the layers between them; heightmap holds only surfaces.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ by person, eye and scan. Columns: person, eye, visit_date (where asked for), sca
     segmentation  class, nl, lesions
     translation   slab, mean
     labels        predicted, label, score, probability
-and note: why there is no number, or why none is to be relied on.
+and note: why a number is absent, or why none is to be relied on.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ def is_far(percentile: float | None) -> bool:
 
 
 def _looks(fields: Mapping[str, Any]) -> list[str]:
-    """What is no retina, or not as devices write it; nothing of a volume whose frames were not looked at."""
+    """Signs against a retina as devices write one; none for a volume whose frames were not looked at."""
     if "upright_share" not in fields:
         return []
     texts, upright = [], fields["upright_share"]

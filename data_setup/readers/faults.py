@@ -45,10 +45,10 @@ class RejectReason(StrEnum):
     NOT_A_VOLUME = "not_a_volume"
     NOT_FINITE = "not_finite"
     HEADER_MISMATCH = "header_mismatch"
-    # data_setup/readers/dead_ends.py: DICOM that only another export can replace
+    # data_setup/readers/open_record.py: DICOM that only another export can replace
     SCRAMBLED_PIXELS = "scrambled_pixels"
     MAKERS_RAW_DATA = "makers_raw_data"
-    # data_setup/readers/open_record.py: files that are no DICOM
+    # the same: files that are no DICOM
     WRONG_KIND = "wrong_kind"  # the content is not what the name says
     UNSUPPORTED_FORMAT = "unsupported_format"
     CORRUPT_FILE = "corrupt_file"

@@ -8,8 +8,8 @@ far as CACHE_BYTES go: a plane is drawn from each many times.
 `Moves` follow from the seed and the number of the update, so they are the same for every arm and after a
 resume. A place is mirrored along W, shifted and scaled along H and W, sheared and bent (rows by column). Some
 planes lose a box of voxels, as to a cyst, and some dim in a band of columns, as below a vessel. Tokens of a
-frozen encoder are those of the unmoved volume, moved by the same map; truth moves with the voxels, unknown where
-it was, or where it comes from outside the grid.
+frozen encoder are those of the unmoved volume, moved by the same map; truth moves with the voxels, unknown
+where it was, or where it comes from outside the grid.
 """
 
 from __future__ import annotations

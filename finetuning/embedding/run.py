@@ -1,9 +1,9 @@
 """Embed every volume of a collection: reading overlaps with the encoder, each row is kept as it is done.
 
 In: the words of the command line. Out: the exit code, and the folder, with which the same command goes on
-after a kill. A volume goes through the encoder by itself, so its features depend on nothing but itself and the
-weights: not on its neighbours, on a restart, or on how many processes share the rows (row i of those still to
-do belongs to process i % n).
+after a kill. A volume goes through the encoder by itself, so its features depend on nothing but itself and
+the weights: not on its neighbours, on a restart, or on how many processes share the rows (row i of those
+still to do belongs to process i % n).
 
     embed.json          what every row rests on; a start with anything else is refused
     rows/{row:06d}.npz  a row: features, status, the version of its volume; written whole, after its patches

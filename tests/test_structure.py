@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_488,
+    "data_setup": 16_646,
     "models": 5_522,
     "pretraining": 2_586,
-    "finetuning": 14_634,
-    "utils": 8_926,
+    "finetuning": 14_639,
+    "utils": 8_930,
     "benchmarks": 4_688,
-    "tests": 44_043,
+    "tests": 44_340,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (20, 5, 49),

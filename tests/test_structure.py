@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_488,
-    "models": 5_522,
-    "pretraining": 2_586,
-    "finetuning": 13_554,
-    "utils": 8_926,
-    "benchmarks": 4_688,
-    "tests": 43_802,
+    "data_setup": 16_481,
+    "models": 5_503,
+    "pretraining": 2_464,
+    "finetuning": 13_589,
+    "utils": 8_741,
+    "benchmarks": 4_644,
+    "tests": 43_610,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

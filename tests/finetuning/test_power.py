@@ -78,7 +78,7 @@ def test_planned_differences_are_shown_as_often_as_promised(draw: str) -> None:
 @pytest.mark.parametrize("counts", [[88] * 4, [130, 60, 100, 62]])
 def test_500_cohorts_of_the_official_size(counts: list[int]) -> None:
     """Planned differences are shown in 80 +- 5 %, none in at most 5 + 2 %."""
-    planned = smallest_difference(counts, 0.3)
+    planned = power.smallest_difference(counts, 0.3)
     assert 0.75 <= simulate(counts, 0.3, planned, 500, 0)[0] <= 0.85
     assert sum(simulate(counts, 0.3, 0.0, 500, 1)) <= 0.07
 

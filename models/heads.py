@@ -22,36 +22,34 @@ MLP_RATIO = 4  # hidden units of the attentive head's MLP per unit of width, as 
 
 
 class LinearHead(nn.Module):
-    """Dropout and one linear layer on pooled features."""
+    """One linear layer on pooled features."""
 
-    def __init__(self, width: int, num_outputs: int, dropout: float) -> None:
+    def __init__(self, width: int, num_outputs: int) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(2 * width, num_outputs)
         nn.init.trunc_normal_(self.last.weight, std=INIT_STD)
         nn.init.zeros_(self.last.bias)
 
     def forward(self, features_BF: Tensor) -> Tensor:
-        return self.last(self.dropout(features_BF))
+        return self.last(features_BF)
 
 
 class MlpHead(nn.Module):
     """One hidden layer on pooled features."""
 
-    def __init__(self, width: int, num_outputs: int, hidden: int, dropout: float) -> None:
+    def __init__(self, width: int, num_outputs: int, hidden: int) -> None:
         super().__init__()
         self.first = nn.Linear(2 * width, hidden)
-        self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(hidden, num_outputs)
 
     def forward(self, features_BF: Tensor) -> Tensor:
-        return self.last(self.dropout(F.gelu(self.first(features_BF))))
+        return self.last(F.gelu(self.first(features_BF)))
 
 
 class AttentiveHead(nn.Module):
     """A learned query that looks at the valid tokens, a residual MLP, one linear layer."""
 
-    def __init__(self, width: int, num_outputs: int, dropout: float) -> None:
+    def __init__(self, width: int, num_outputs: int) -> None:
         super().__init__()
         self.heads = max(1, width // HEAD_DIM)
         self.query = nn.Parameter(torch.zeros(1, 1, width))
@@ -61,7 +59,6 @@ class AttentiveHead(nn.Module):
         self.proj = nn.Linear(width, width)
         self.norm2 = nn.LayerNorm(width, eps=NORM_EPS)
         self.mlp = Mlp(width, MLP_RATIO * width)
-        self.dropout = nn.Dropout(dropout)
         self.last = nn.Linear(width, num_outputs)
         nn.init.trunc_normal_(self.query, std=0.02)
 
@@ -83,21 +80,21 @@ class AttentiveHead(nn.Module):
         looked = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_B11N)
         x_BE = (self.query + self.proj(rearrange(looked, "b h t c -> b t (h c)")))[:, 0]
         x_BE = x_BE + self.mlp(self.norm2(x_BE))
-        return self.last(self.dropout(x_BE))
+        return self.last(x_BE)
 
 
-def build_head(kind: str, width: int, num_outputs: int, hidden: int, dropout: float) -> nn.Module:
+def build_head(kind: str, width: int, num_outputs: int, hidden: int) -> nn.Module:
     """A randomly initialised head (torch's global generator) for an encoder of this width E.
 
     linear and mlp read pooled features [B, 2E], attentive tokens [B, N, E] and validity [B, N]. `hidden` is
     only the mlp's. Every head ends with the linear layer `last`.
     """
     if kind == "linear":
-        return LinearHead(width, num_outputs, dropout)
+        return LinearHead(width, num_outputs)
     if kind == "mlp":
-        return MlpHead(width, num_outputs, hidden, dropout)
+        return MlpHead(width, num_outputs, hidden)
     if kind == "attentive":
-        return AttentiveHead(width, num_outputs, dropout)
+        return AttentiveHead(width, num_outputs)
     raise ValueError(f"head: expected linear, mlp or attentive, found {kind}")
 
 

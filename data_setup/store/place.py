@@ -14,7 +14,7 @@ INDEX = "index.parquet"
 
 def no_store(url: str) -> UserError:
     """The error where nothing was prepared."""
-    return UserError(f"{url}: expected a prepared store, found no {INDEX}; run data_setup.prepare first")
+    return UserError(f"{url}: expected a prepared store, found no index.parquet; run data_setup.prepare first")
 
 
 def check_store(config: str, overrides: Sequence[str]) -> None:

@@ -224,7 +224,7 @@ def write_best(tuning: Tuning) -> tuple[str, dict[str, Any]]:
         (prefix,) = (p for p in parts if name.startswith(p))
         parts[prefix][name.removeprefix(prefix)] = value
     cohort, width = tuning.cohort, tuning.model.encoder.feature_width
-    head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout)
+    head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden)
     load_strictly(head, parts["top.head."], url)
     if cohort.kind == "regression":
         rescale_output(head, *tuning.examples.scale)

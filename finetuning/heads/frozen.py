@@ -167,9 +167,7 @@ def train_grid(
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(cfg.seed)
-        head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden, cfg.head.dropout).to(
-            device
-        )
+        head = build_head(cfg.head.kind, width, cohort.num_outputs, cfg.head.hidden).to(device)
         pairs = list(product(cfg.head.learning_rates, cfg.head.weight_decays))
         grid = Grid(head, pairs, cfg, together=not reads_tokens(cfg.head.kind))
         bests = [Best[Member]() for _ in pairs]

@@ -4,7 +4,7 @@ In: a head of finetuning.heads.frozen or finetuning.heads.finetune. Out: `head.p
 (utils.checkpoint); `open_head` loads it with its encoder, and refuses another one; `predict_rows` gives
 scores of volumes.
 
-The file holds tensors and plain values: kind ("head"), head (its weights), head_kind, hidden, dropout,
+The file holds tensors and plain values: kind ("head"), head (its weights), head_kind, hidden,
 num_outputs; task {kind, names, label_column, unit}; encoder {url, checksum}; encoder_weights (None: frozen);
 standardise {mean [F], std [F]} or None; normalisation and geometry of the store; config (YAML);
 participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch);
@@ -43,7 +43,7 @@ from utils.errors import UserError
 from utils.runtime.single import Runtime
 
 NAME = "head"
-KEYS = {"head", "head_kind", "hidden", "dropout", "num_outputs", "task", "encoder", "encoder_weights"}
+KEYS = {"head", "head_kind", "hidden", "num_outputs", "task", "encoder", "encoder_weights"}
 KEYS |= {"normalisation", "geometry", "config", "standardise", "participants", "pretraining_participants"}
 KEYS |= {"validation"}
 WIDEST = 2**16  # hidden units of any head
@@ -98,7 +98,6 @@ def head_state(
         "kind": "head",
         "step": validation["epoch"],
         "head": head.state_dict(),
-        "dropout": cfg.head.dropout,
         "num_outputs": cohort.num_outputs,
         "task": {
             "kind": cohort.kind,
@@ -165,9 +164,7 @@ def open_head(wanted: str, options: StorageOptions | None = None, encoder_url: s
             encoder = pretrained_encoder(cfg, *checkpoint_of(state, url, options, encoder_url))
         else:
             encoder = trained_encoder(cfg, state["encoder_weights"], f"{url}: encoder_weights")
-        module = build_head(
-            state["head_kind"], encoder.feature_width, state["num_outputs"], state["hidden"], state["dropout"]
-        )
+        module = build_head(state["head_kind"], encoder.feature_width, state["num_outputs"], state["hidden"])
         load_strictly(module, state["head"], f"{url}: head")
         scale = state["standardise"]
         return Head(

@@ -60,33 +60,14 @@ FIELDS = (
 )
 
 
-class SeededDropout(nn.Module):
-    """Dropout whose masks are drawn from the samples' seeds, so that a resumed run draws them again."""
-
-    noise: Stochastic | None = None  # of the forward pass that is going on
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.noise is None else self.noise.dropout(x)
-
-
 class HeadOnTokens(nn.Module):
     """A head of models.heads on the tokens of an encoder, whose features are not standardised."""
 
-    def __init__(self, head: nn.Module, dropout: float) -> None:
+    def __init__(self, head: nn.Module) -> None:
         super().__init__()
-        self.head, self.rate = head, dropout
-        self.head.dropout = SeededDropout()  # in place of one that draws from torch's generator
+        self.head = head
 
-    def forward(
-        self, tokens_BNE: Tensor, valid_BN: Tensor, seed_B: Tensor | None = None, drawn: int = 0
-    ) -> Tensor:
-        """`drawn`: numbers of each sample's stream that the encoder has used."""
-        dropout = self.head.dropout
-        assert isinstance(dropout, SeededDropout)
-        dropout.noise = None
-        if seed_B is not None and self.rate > 0:
-            dropout.noise = Stochastic(seed_B, self.rate, 0.0)
-            dropout.noise.drawn = drawn
+    def forward(self, tokens_BNE: Tensor, valid_BN: Tensor) -> Tensor:
         if isinstance(self.head, AttentiveHead):
             return self.head(tokens_BNE, valid_BN)
         mean_BE, variance_BE = token_moments(tokens_BNE, valid_BN)
@@ -102,10 +83,9 @@ class TunedModel(nn.Module):
         """
         super().__init__()
         self.encoder = encoder
-        head = build_head(
-            cfg.head.kind, encoder.feature_width, num_outputs, cfg.head.hidden, cfg.head.dropout
+        self.top = HeadOnTokens(
+            build_head(cfg.head.kind, encoder.feature_width, num_outputs, cfg.head.hidden)
         )
-        self.top = HeadOnTokens(head, cfg.head.dropout)
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         if cfg.train.activation_checkpointing:
             self.checkpoint_activations(recompute_block)
@@ -120,8 +100,7 @@ class TunedModel(nn.Module):
         noise = None
         if seed_B is not None and (self.dropout > 0 or self.drop_path > 0):
             noise = Stochastic(seed_B, self.dropout, self.drop_path)
-        tokens_BNE = self.encoder(view_BCDHW, noise=noise)
-        return self.top(tokens_BNE, valid_BN, seed_B, 0 if noise is None else noise.drawn)
+        return self.top(self.encoder(view_BCDHW, noise=noise), valid_BN)
 
 
 def is_read(encoder: VisionTransformer3D, name: str) -> bool:

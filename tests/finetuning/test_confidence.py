@@ -168,7 +168,7 @@ def test_percentiles_are_of_people_that_were_held_out(tmp_path: Path) -> None:
 
 def head_of(kind: str, standardise: Standardise | None, task: str = "classification") -> Any:
     torch.manual_seed(3)
-    module = build_head(kind, 8, 3, 5, 0.0).eval()
+    module = build_head(kind, 8, 3, 5).eval()
     for parameter in module.requires_grad_(False).parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     state = {"head_kind": kind, "task": {"label_column": "x"}}
@@ -373,7 +373,7 @@ class Reader:
 
 def reader(weight: Tensor) -> Reader:
     """A linear head of two outputs that reads the mean of the tokens, not their deviation."""
-    module = build_head("linear", 4, 2, 0, 0.0).eval().requires_grad_(False)
+    module = build_head("linear", 4, 2, 0).eval().requires_grad_(False)
     assert isinstance(module.last, nn.Linear)
     module.last.weight.zero_()
     module.last.weight[:, :4] = weight
@@ -403,7 +403,7 @@ def test_occlusion_and_contributions_agree_where_the_head_is_linear(tmp_path: Pa
 @pytest.mark.parametrize("kind", ["linear", "mlp", "attentive"])
 def test_a_map_of_a_head_that_may_still_be_trained_is_numbers(kind: str) -> None:
     """The control comes out of training: its parameters want gradients, its map has none."""
-    control = Reader(build_head(kind, 4, 2, 3, 0.0).eval())
+    control = Reader(build_head(kind, 4, 2, 3).eval())
     values = cheap_map(control, torch.randn(1, 24, 4), torch.ones(1, 24), against_others(1, 2))
     assert values.numpy().shape == (1, 24)
 

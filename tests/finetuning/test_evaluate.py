@@ -61,7 +61,7 @@ def save_head(world: Path, run: Path, seed: int = 0, **change: Any) -> str:
     cfg = replace(cfg, model=replace(cfg.model, checkpoint=url))
     store = PreparedStore.open(cfg.data.store)
     torch.manual_seed(seed)
-    head = build_head("linear", 48, 2, 8, 0.0)
+    head = build_head("linear", 48, 2, 8)
     features = embed_rows(kept.random_encoder(cfg, 123), cfg, store, np.arange(16), RUNTIME)
     scale = Standardise(features.mean(axis=0), features.std(axis=0))
     source = Source(cfg, url, load_checkpoint(url))

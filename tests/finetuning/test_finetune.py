@@ -37,7 +37,7 @@ from utils.runtime.single import Runtime
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "cls_finetune.yaml"
 EPOCH = 4  # updates: 32 volumes in batches of 8
-NOISE = ("method.drop_path=0.2", "method.dropout=0.1", "head.dropout=0.1")
+NOISE = ("method.drop_path=0.2", "method.dropout=0.1")
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_every_parameter_has_a_gradient_and_one_group(
     recipe: str, kind: str, blocks: tuple[int, ...]
 ) -> None:
     """But the mask token of a dense encoder, which no volume meets, and blocks that no feature rests on."""
-    cfg = small_config(recipe, f"head.kind={kind}", "head.dropout=0.1")
+    cfg = small_config(recipe, f"head.kind={kind}")
     model = TunedModel(with_features(build_encoder(cfg), blocks), 3, cfg)
     valid = torch.ones(2, math.prod(cfg.grid))
     model(volumes(cfg, 2), valid, torch.arange(2)).square().sum().backward()
@@ -202,7 +202,7 @@ def test_a_volume_with_one_valid_token_has_a_finite_gradient() -> None:
 
 
 def test_dropout_is_drawn_from_the_samples_seeds_and_only_in_training() -> None:
-    cfg = small_config("vjepa2", "head.dropout=0.5")
+    cfg = small_config("vjepa2", "method.dropout=0.5")
     model = TunedModel(build_encoder(cfg), 3, cfg)
     batch, valid = volumes(cfg, 2), torch.ones(2, math.prod(cfg.grid))
     first, again, other = (model(batch, valid, torch.tensor(seeds)) for seeds in ([1, 2], [1, 2], [1, 3]))

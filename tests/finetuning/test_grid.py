@@ -77,7 +77,7 @@ def alone(
         row_weights(cohort.kind, cohort.target[train], cohort.person[train], "auto")[:, 0]
     ).float()
     torch.manual_seed(cfg.seed)
-    head = build_head(cfg.head.kind, WIDTH, cohort.num_outputs, cfg.head.hidden, 0.0)
+    head = build_head(cfg.head.kind, WIDTH, cohort.num_outputs, cfg.head.hidden)
     matrices = [p for p in head.parameters() if p.ndim > 1]
     others = [p for p in head.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -288,7 +288,7 @@ def test_what_is_read_at_once_changes_nothing(world: Path) -> None:
     cfg = learning(world, "head.kind=attentive", "train.epochs=2", "head.learning_rates=[1e-3]")
     whole, parts = (train_grid(cfg, cohort, Tokens(tokens, size), WIDTH, CPU)[0] for size in (100, 5))
     torch.manual_seed(0)
-    start = build_head("attentive", WIDTH, 2, 8, 0.0)
+    start = build_head("attentive", WIDTH, 2, 8)
     seen = tokens, torch.ones(tokens.shape[:2])
     assert (whole(*seen) - start(*seen)).abs().max() > 1e-2
     torch.testing.assert_close(parts(*seen), whole(*seen), atol=1e-4, rtol=1e-3)

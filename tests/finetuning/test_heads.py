@@ -18,9 +18,9 @@ WIDTH, TOKENS = 128, 10
 KINDS = ("linear", "mlp", "attentive")
 
 
-def attentive(dropout: float = 0.0) -> AttentiveHead:
+def attentive() -> AttentiveHead:
     torch.manual_seed(0)
-    head = build_head("attentive", WIDTH, 3, 16, dropout).eval()
+    head = build_head("attentive", WIDTH, 3, 16).eval()
     assert isinstance(head, AttentiveHead)
     return head
 
@@ -32,7 +32,7 @@ def applied(head: nn.Module, tokens: torch.Tensor, valid: torch.Tensor) -> torch
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_head_reads_the_tokens_of_an_encoder_and_trains_all_its_weights(kind: str) -> None:
     torch.manual_seed(0)
-    head = build_head(kind, WIDTH, 3, 16, 0.1)
+    head = build_head(kind, WIDTH, 3, 16)
     tokens, valid = torch.randn(4, TOKENS, WIDTH), torch.ones(4, TOKENS)
     out = applied(head, tokens, valid)
     assert out.shape == (4, 3)
@@ -41,13 +41,13 @@ def test_every_head_reads_the_tokens_of_an_encoder_and_trains_all_its_weights(ki
 
 
 def test_a_linear_head_begins_without_an_opinion() -> None:
-    head = build_head("linear", WIDTH, 3, 16, 0.0)
+    head = build_head("linear", WIDTH, 3, 16)
     assert head(torch.randn(50, 2 * WIDTH)).abs().max() < 0.01
 
 
 def test_an_unknown_head_is_named() -> None:
     with pytest.raises(ValueError, match="expected linear, mlp or attentive, found conv"):
-        build_head("conv", WIDTH, 3, 16, 0.0)
+        build_head("conv", WIDTH, 3, 16)
 
 
 def test_padding_is_not_attended() -> None:
@@ -93,7 +93,7 @@ def test_attentive_head_is_torchs_cross_attention() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rescaled_head_predicts_in_the_labels_unit(kind: str) -> None:
     torch.manual_seed(0)
-    head = build_head(kind, WIDTH, 1, 16, 0.0).eval()
+    head = build_head(kind, WIDTH, 1, 16).eval()
     nn.init.normal_(head.last.bias)
     tokens, valid = torch.randn(4, TOKENS, WIDTH), torch.ones(4, TOKENS)
     standardised = applied(head, tokens, valid)

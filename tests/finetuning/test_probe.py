@@ -317,7 +317,6 @@ def test_attentive_heads_go_the_same_way(checkpoint: str, tmp_path: Path) -> Non
         *({"hidden": value, "head_kind": "mlp"} for value in ("9", None, 10**9, -1)),
         *({"head_kind": value} for value in (None, 3, ["mlp"], "deep")),
         *({"head": value} for value in ([], {"last.weight": "x"}, {3: 4}, {})),
-        *({"dropout": value} for value in ("x", None, 7.0)),
         *({"standardise": value} for value in ([1], {"mean": "a", "std": None}, {})),
         *({"config": value} for value in ("5", "- a", "x: [", "seed: !!python/name:os.system", "")),
         {"encoder_weights": [1]},

@@ -43,6 +43,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     **_gone("data.storage_options", profile=None),
     **_gone("eval", batch_size=16),
     **_gone("finetune", label_smoothing=0.0, lora_rank=None, mixup=0.0, unfreeze_at_epoch=0),
+    **_gone("head", dropout=0.0),
     **_gone("method", ascan_weight=0.0, centre_places=False, context=None, context_weight=0.0, loss=None),
     **_gone("method", covariance_ramp=0.0, covariance_weight=0.1, neighbour_places="all", pixel_weight=0.0),
     **_gone("method", predictor=None, predictor_weight=1.0, target_layers=None),

@@ -356,7 +356,6 @@ class HeadConfig:
     )
     hidden: int = key(256, "width of the mlp, or channels of a decoder at full size", AT_LEAST_1)
     voxels: bool = key(False, "upsampling: beside the tokens it reads the voxels; true with unetr")
-    dropout: float = key(0.0, "probability, before the last layer of the head", BELOW_1)
     learning_rates: list[float] = key(
         [0.0001, 0.0003, 0.001, 0.003, 0.01],
         "all pairs are trained together on frozen features; the one that is best on validation is kept",

@@ -7,7 +7,6 @@ the best checkpoint; its counters stay on the device until something reads them.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from utils.errors import UserError
 from utils.run.progress import RunProgress
 from utils.runtime.single import Runtime
 
-log = logging.getLogger(__name__)
 NEW_RUN: Mapping[str, Any] = {
     "step": 0,
     "bad_run": 0,

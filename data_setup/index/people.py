@@ -20,8 +20,8 @@ from utils.errors import UserError
 _VISIT = re.compile(
     r"(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
     r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
-    r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|kontrolle|termin"
-    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|ch(an|annel)?\d{1,2}|(images|labels)t[rs]",
+    r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|termin"
+    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]",
     re.IGNORECASE,
 )
 _PROTOCOL = re.compile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from utils import storage
@@ -14,11 +13,13 @@ INDEX = "index.parquet"
 
 def no_store(url: str) -> UserError:
     """The error where nothing was prepared."""
-    return UserError(f"{url}: expected a prepared store, found no index.parquet; run data_setup.prepare first")
+    return UserError(
+        f"{url}: expected a prepared store, found no index.parquet; run data_setup.prepare first"
+    )
 
 
 def check_store(config: str, overrides: Sequence[str]) -> None:
     """Raise UserError where this machine should hold data.store and does not; a bucket is asked later."""
     url = load_config(config, overrides).data.store
-    if not storage.is_remote(url) and not os.path.exists(storage.join(url, INDEX)):
+    if not storage.is_remote(url) and not storage.exists(storage.join(url, INDEX)):
         raise no_store(url)

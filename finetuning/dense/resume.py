@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +33,6 @@ from utils.runtime.single import Runtime
 LONGEST_AVERAGE = 0.99  # of the weights that are judged: the share of what was before
 Encoder = VisionTransformer3D | LocalTokens
 KIND = "dense"  # of a checkpoint
-log = logging.getLogger(__name__)
 
 
 @dataclass

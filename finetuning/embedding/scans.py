@@ -128,7 +128,8 @@ def _below(
     if elsewhere := [entry.path for entry in entries if entry.status in (OCTA, RejectReason.NOT_OPT)]:
         what = "DICOM files that are no OCT volume, such as height maps,"
         say(f"{len(elsewhere)} {what} are left out: {shown(', '.join(elsewhere[:3]))}")
-        entries = [entry for entry in entries if entry.path not in set(elsewhere)]
+        left_out = set(elsewhere)
+        entries = [entry for entry in entries if entry.path not in left_out]
     if only_dicom:
         entries = [entry for entry in entries if entry.kind == "DICOM"]
         listed = [scan for scan in listed if kind_by_name(scan.record.url) in (None, "DICOM")]

@@ -10,7 +10,6 @@ even read. The log has the numbers of the pair that leads on validation, which a
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ from utils.run.folder import NO_CHECKPOINT_YET, claim_run_dir
 from utils.run.log import AnyLog, NoLog, log_anew
 from utils.runtime.single import Runtime
 
-log = logging.getLogger(__name__)
 Member = dict[str, Tensor]  # parameters of a head by name
 
 

@@ -8,8 +8,7 @@ The file holds tensors and plain values: kind ("head"), head (its weights), head
 num_outputs; task {kind, names, label_column, unit}; encoder {url, checksum}; encoder_weights (None: frozen);
 standardise {mean [F], std [F]} or None; normalisation and geometry of the store; config (YAML);
 participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch);
-calibration (finetuning/heads/confidence.py) and familiarity (finetuning/heads/confidence.py) or None:
-older files have neither.
+calibration and familiarity (finetuning/heads/confidence.py) or None: older files have neither.
 """
 
 from __future__ import annotations

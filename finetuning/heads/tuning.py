@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +50,6 @@ LEAST_VARIANCE = 1e-12  # of a feature over the tokens: the gradient of a root h
 MASK_TOKEN = "mask_token"  # which no whole volume meets
 # parameters of two axes or more that are no matrices, so do not decay
 TABLES = ("pos_embed", "prefix_tokens", "query")
-log = logging.getLogger(__name__)
 KIND = "finetune"  # of a checkpoint; pre-training's has none
 # what an update reads of a batch; masks stay behind
 FIELDS = (

@@ -179,7 +179,9 @@ class Answers:
     def has_files(self, line: Line) -> bool:
         """Whether the picture and the arrays that a line names are there, and of what is asked for now."""
         for place in (line.get("picture", ""), line.get("arrays", "")):
-            if place is not None and not (place and storage.exists(f"{self.folder}/{place}", self.options)):
+            if place is None:
+                continue
+            if not place or not storage.exists(storage.join(self.folder, place), self.options):
                 return False
         return self.predictor.is_current(line)
 

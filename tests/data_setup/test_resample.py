@@ -255,3 +255,21 @@ def test_which_b_scan_a_plane_is(count: int, pitch: float, size: int, expected: 
 def test_dense_b_scans_are_filtered_as_before() -> None:
     for arguments in ((60, 0.06, 30, 0.12), (200, 0.012, 16, 0.12)):
         np.testing.assert_array_equal(plane_weights(*arguments).weights, axis_weights(*arguments).weights)
+
+
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_the_way_back_to_the_scan(is_flipped: bool) -> None:
+    """A smooth surface goes to the grid and comes back, in the order of its file."""
+    shape, spacing = (40, 200, 60), (0.15, 0.01, 0.1)
+    record = {f"shape_before_{a}": n for a, n in zip("dhw", shape, strict=True)}
+    record |= {f"spacing_before_{a}": s for a, s in zip("dhw", spacing, strict=True)}
+    record |= {f"spacing_after_{a}": s for a, s in zip("dhw", (0.1, 0.02, 0.08), strict=True)}
+    record |= {"flipped_d": is_flipped}
+    d, w = np.meshgrid(np.linspace(0, 3, 40), np.linspace(0, 2, 60), indexing="ij")
+    surface = (90 + 12 * np.sin(d) + 5 * w)[None].astype(np.float32)
+    geometry = {"image_size": [64, 128, 80]}
+    on_grid = lay_on_grid(surface, pd.Series(record), geometry)
+    back = lay_on_scan(on_grid, record, geometry)
+    expected = surface[:, ::-1] if is_flipped else surface
+    assert back.shape == surface.shape
+    np.testing.assert_allclose(back[:, 2:-2, 2:-2], expected[:, 2:-2, 2:-2], atol=0.25)

@@ -327,7 +327,11 @@ def test_a_cohort_that_grows_moves_nobody_without_a_table_of_people(tmp_path: Pa
         ("1003/31-Jan-2024/OS", False, "1003", "L"),
         ("1003/2024_mars_5/OS", False, "1003", "L"),
         ("1003/Besuch1/OD", False, "1003", "R"),
-        ("1003/Kontrolle 2/OD", False, "1003", "R"),
+        ("CH01/OD.nii", False, "CH01", "R"),
+        ("AMD/CH02_OS.nii", False, "CH02", "L"),
+        ("Kontrolle02/OD", False, "Kontrolle02", "R"),
+        ("Kontrolle_01_OD.nii", False, "Kontrolle_01", "R"),
+        ("CH01/X8F2.vol", True, "CH01", None),
         ("imgs/S003_ch1.nii", False, "S003", None),
         ("1003/240131/OD", False, "240131", "R"),  # of one path nobody knows
     ],

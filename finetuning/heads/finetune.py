@@ -152,10 +152,8 @@ def validate_now(tuning: Tuning, progress: Progress, run_log: AnyLog) -> list[st
     metric = METRICS[tuning.cohort.kind]
     run_log.metrics(progress.step, {"val/loss": loss, metric_name(metric): score})
     best = progress.best
-    if best is not None and not (score, -loss) > (
-        best["score"],
-        -best["loss"],
-    ):  # equal scores go by the loss
+    # equal scores go by the loss
+    if best is not None and not (score, -loss) > (best["score"], -best["loss"]):
         return []
     epoch = progress.step / tuning.calendar.epoch
     progress.best = {"metric": metric, "score": score, "loss": loss, "epoch": epoch, "step": progress.step}

@@ -132,7 +132,7 @@ def _show_readings(rows: Sequence[Entry]) -> None:
     ways = readings(paths, people)
     texts = [f"{n} people" + (f" by --person {shlex.quote(way)}" if way else ", as it is") for way, n in ways]
     if nobody := [entry for entry in rows if is_nobody(entry.person_id)]:
-        better = texts[1] if len(texts) > 1 else f"--person {shlex.quote('([^/]+)')} takes the first name"
+        better = texts[1] if len(texts) > 1 else "--person PATTERN; or index the folder above"
         raise UserError(
             f"{nobody[0].path!r}: expected the name of a person in the path, found {nobody[0].person_id!r}, "
             f"as in {len(nobody)} of {len(rows)} paths; put each person's files into a folder of that "

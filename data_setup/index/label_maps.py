@@ -37,6 +37,7 @@ _READ = (".nii", ".nii.gz", ".npz")  # and folders of PNG: what `label_volume` m
 _SURE = r"(label|mask)s?(maps?)?|segs?|segment(ed|ations?)|gts?|(ground)?truths?|annotat(ed|ions?)"
 _LABELS = re.compile(  # words of a name; a wrong one costs a look
     rf"{_SURE}|contours?|rois?|preds?|predict(ed|ions?)|manual|lesions?|layers?|binary|targets?"
+    r"|fluids?|irf|srf|ped|cysts?|prob(abilit(y|ies)|s)?|heatmaps?"
 )
 _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|originals?")
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
@@ -45,7 +46,8 @@ _PACKED = 0.02  # bytes of a gzipped file for each voxel; speckle takes fifty ti
 # Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
 _PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 16, 2, 0.95, 0.45
-_SAME_SHARE = 0.9  # of neighbours; of a scan's voxels half are equal at most
+# Of neighbours; of a scan's voxels half are equal at most, but nearly all after a median filter
+_SAME_SHARE, _MOST_CLASSES = 0.9, 64
 EXACT, BLURRED = "exact", "blurred"
 _ENDING = re.compile(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", re.IGNORECASE)
 FOLDER = "surfaces"
@@ -143,7 +145,8 @@ def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
         return EXACT if error.reason in by_content or by_place else None
     except StorageError:
         return None
-    if np.count_nonzero(counts) < FEWEST_PLAIN_LEVELS or num_same > _SAME_SHARE * num_pairs:
+    levels = np.count_nonzero(counts)
+    if levels < FEWEST_PLAIN_LEVELS or (levels <= _MOST_CLASSES and num_same > _SAME_SHARE * num_pairs):
         return EXACT
     return BLURRED if is_place_of_labels(entry.path) and _are_peaks(counts) else None
 

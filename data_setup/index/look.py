@@ -35,6 +35,8 @@ WITHOUT_YAML = ("DICOM", XML)
 HEADED = (*WITHOUT_YAML, *kinds.HEADED)  # kinds whose header says the eye; of the others a YAML may
 STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
 _TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
+# what anonymisers write into every file: the path says more
+_ANONYMOUS = re.compile(r"anon(ym(ous|i[sz]ed)?)?|de-?identified|redacted|removed", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
 
 def _with_id(entry: Entry, patient_id: str | None, rules: Rules) -> Entry:
     patient_id = (patient_id or "").strip()
-    if not patient_id:
+    if not patient_id or _ANONYMOUS.fullmatch(patient_id):
         return entry
     person = patient_id if rules.keep_ids else digest_of(patient_id)
     key = digest_of("".join(patient_id.split()).casefold())

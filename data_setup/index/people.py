@@ -6,6 +6,7 @@ person's name: `1003/visit2/OD` is the right eye of 1003.
 
 import hashlib
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -204,7 +205,8 @@ _Names = list[tuple[str, list[str]]]  # a name of a path, and the folders above 
 
 def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:
     """The names of a path, the nearest first; with `by_folder` the file's own last."""
-    *folders, last = PurePosixPath(path).parts
+    # macOS writes an accent as a separate letter
+    *folders, last = PurePosixPath(unicodedata.normalize("NFC", path)).parts
     stem = _stem(last)[: -len("_0000")] if path in channels else _stem(last)
     names = [(stem, folders), *((folders[i], folders[:i]) for i in reversed(range(len(folders))))]
     return [*names[1:], names[0]] if by_folder else names

@@ -37,6 +37,7 @@ from utils.terminal import say
 from utils.workers import count_loaders
 
 MANIFEST, LEFT_OUT = "manifest.tsv", "left_out.tsv"
+NO_SCANS = (OCTA, LABEL_MAP, RejectReason.NOT_OPT)  # whatever else the index left out may be mended by now
 MANIFESTS = (MANIFEST, f"{TREE[0]}/{MANIFEST}", f"dataset/{TREE[0]}/{MANIFEST}")
 HEAD_BYTES = 132
 UNKNOWN = ("", "unknown")
@@ -122,7 +123,7 @@ def _below(
     place: str, sizes: Mapping[str, int], options: StorageOptions, workers: int, only_dicom: bool
 ) -> list[Scan]:
     listed, known = _listed(place, sizes, options)
-    odd = [path for path in sizes if _is_odd(path) and _is_dicom(storage.join(place, path), options)]
+    odd = [path for path in sizes if _is_odd(path) and _may_be_scan(path, place, options, only_dicom)]
     entries, others = read_tree(place, sizes, Rules(), options, workers, known)
     entries = [entry for entry in entries if entry.status != NAME]
     if elsewhere := [entry.path for entry in entries if entry.status in (OCTA, RejectReason.NOT_OPT)]:
@@ -195,8 +196,8 @@ def _listed(
         path = (clean_path(cell) or "").removeprefix("./")
         known.add(posixpath.dirname(path) if "*" in path else path)
     if LEFT_OUT in sizes and table == MANIFEST:
-        left_out, _, _ = read_table(storage.join(place, LEFT_OUT), options, (), ("filepath",))
-        known |= {line["filepath"] for line in left_out.values()}
+        left_out, _, _ = read_table(storage.join(place, LEFT_OUT), options, ("reason",), ("filepath",))
+        known |= {line["filepath"] for line in left_out.values() if line["reason"] in NO_SCANS}
     known |= {f"dataset/{path}" for path in known} | {path.removeprefix(above) for path in known}
     return [replace(scan, record=replace(scan.record, path=scan.record.url)) for scan in scans], known
 
@@ -243,6 +244,13 @@ def require_file(url: str) -> None:
 def _is_odd(path: str) -> bool:
     """Whether bytes of it are no text, so that no table can hold it."""
     return any("\ud800" <= letter <= "\udfff" for letter in path)
+
+
+def _may_be_scan(path: str, place: str, options: StorageOptions, only_dicom: bool) -> bool:
+    """Whether a file that no table can hold is to be tried: a row says what became of it."""
+    return _is_dicom(storage.join(place, path), options) or (
+        not only_dicom and kind_by_name(path) is not None
+    )
 
 
 def _is_dicom(url: str, options: StorageOptions) -> bool:

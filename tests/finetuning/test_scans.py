@@ -5,6 +5,7 @@ that read back as they were; and the tables of a study: thickness, foveas, agree
 from __future__ import annotations
 
 import csv
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from data_setup.export.predictions import write_height_map, write_nifti, write_png, write_seg
+from data_setup.index.cli import main as index_main
 from data_setup.index.visit import visit_date_of
 from data_setup.manifest import Record, unknown_record
 from data_setup.readers.dicom import OCTHeader
@@ -131,6 +133,20 @@ def test_what_is_no_scan(tree: Path, tmp_path: Path) -> None:
     absent = read_scan(0, scan, load_config(SMOKE).spatial, OPTIONS, NEAREST)
     assert isinstance(absent, Reject)
     assert absent.fields["status"] == "missing_file"
+
+
+def test_a_name_of_no_text_and_a_file_that_was_mended_are_scans(tmp_path: Path) -> None:
+    """What an index left out may be whole by now."""
+    odd = os.fsdecode(b"\xffeye.nii.gz")
+    for name in ("P1/OD.nii.gz", "P1/OS.nii.gz"):
+        import_factory.write_nifti(tmp_path / name, speckle(*SHAPE), SPACING)
+    whole = (tmp_path / "P1/OS.nii.gz").read_bytes()
+    (tmp_path / "P1/OS.nii.gz").write_bytes(whole[:20])
+    assert index_main([str(tmp_path)]) == 0
+    assert "P1/OS.nii.gz" in (tmp_path / "left_out.tsv").read_text()
+    assert set(named(Places(files=[str(tmp_path)]))) == {"P1/OD.nii.gz", "P1/OS.nii.gz"}
+    (tmp_path / odd).write_bytes(whole)
+    assert set(named(Places(files=[str(tmp_path)]))) == {"P1/OD.nii.gz", "P1/OS.nii.gz", odd}
 
 
 def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(

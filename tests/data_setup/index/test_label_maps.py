@@ -65,6 +65,13 @@ def names_with_words_around(root: Path) -> dict[str, str]:
     }
 
 
+def a_smooth_scan(root: Path) -> dict[str, str]:
+    """Equal neighbours, as after a median filter, but as many grey levels as a scan has."""
+    write_nifti(root / "P1/oct.nii.gz", speckle(), SPACING)
+    write_nifti(root / "P1/target.nii.gz", speckle()[:, :, :3].repeat(12, axis=2), SPACING)
+    return {"P1/oct.nii.gz": "", "P1/target.nii.gz": ""}
+
+
 def other_words(root: Path) -> dict[str, str]:
     """And forty classes, which are as many grey levels as a dull scan has."""
     write_images(root / "input/Meier_1", speckle())
@@ -140,7 +147,8 @@ def test_a_localizer_beside_every_b_scan_is_said(
     "write",
     [
         *(nnunet, folders_of_images, folders_of_eyes, beside_each_other, without_a_scan),
-        *(names_with_words_around, other_words, of_jpeg, of_dicom, scans_in_a_folder_of_masks),
+        *(names_with_words_around, other_words, a_smooth_scan, of_jpeg, of_dicom),
+        scans_in_a_folder_of_masks,
     ],
 )
 def test_label_maps_are_no_eyes(tmp_path: Path, write: Callable[[Path], dict[str, str]]) -> None:

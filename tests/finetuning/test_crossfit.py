@@ -156,7 +156,7 @@ def test_a_unet_learns_and_stops_in_time() -> None:
         truth[number, first:] = 1
     scans = truth + 0.3 * torch.from_numpy(rng.normal(size=truth.shape)).float()
     net = rivals.train_unet(
-        (scans[:6], truth[:6]), (scans[6:], truth[6:]), 2, 2.0, 0, lambda: None
+        (scans[:6], truth[:6]), (scans[6:], truth[6:]), 2, 4.0, 0, lambda: None
     )  # seconds
     assert (net(scans[6:]).argmax(1) == truth[6:]).float().mean() > 0.95
     with pytest.raises(ZeroDivisionError):

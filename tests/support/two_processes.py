@@ -8,6 +8,7 @@ With `compiled`: what each has of the compiled cases, and its counts of programs
 import os
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -74,8 +75,10 @@ def settled_batch(runtime: Runtime) -> tuple[int, float]:
             raise torch.OutOfMemoryError("planted")
 
     model.predictor.predictor_blocks[1].register_forward_pre_hook(limited)  # type: ignore[union-attr,index]
-    loop.open_loader = lambda run, *_: [[uint8_batch(run.cfg, run.cfg.train.per_core_batch_size)]]
-    settled = loop.settle_memory(run, 0).cfg.train.per_core_batch_size
+    with patch.object(
+        loop, "open_loader", lambda run, *_: [[uint8_batch(run.cfg, run.cfg.train.per_core_batch_size)]]
+    ):  # the loop itself opens its loader by this name
+        settled = loop.settle_memory(run, 0).cfg.train.per_core_batch_size
     is_tried = False
     share = SAMPLES // runtime.world_size
     batch = {key: v[runtime.rank * share :][:share] for key, v in uint8_batch(cfg, SAMPLES).items()}

@@ -19,7 +19,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import count_pages, differing_numbers, is_image
 from data_setup.readers.makers import e2e, kinds
 from data_setup.readers.open_record import kind_by_name
-from data_setup.readers.sidecar import FOLDER_SIDECAR
+from data_setup.readers.sidecar import FOLDER_SIDECAR, sidecar_url
 from utils.config.schema import StorageOptions
 from utils.storage import join
 from utils.storage.ranges import RangeFile
@@ -52,6 +52,7 @@ def find_candidates(
     others: Counter[str] = Counter()
     files: dict[str, Candidate] = {}
     images: dict[str, list[str]] = defaultdict(list)  # folder -> names
+    yaml: set[str] = set()
     for path, size in sizes.items():
         parts = PurePosixPath(path).parts
         if any("\ud800" <= letter <= "\udfff" for letter in path):
@@ -62,6 +63,8 @@ def find_candidates(
             others["surfaces of layers"] += 1
         elif path in TABLES or path.lower().endswith((".yaml", ".yml")) or parts[-1] == FOLDER_SIDECAR:
             others["tables and YAML"] += 1
+            if path not in TABLES and parts[-1] != FOLDER_SIDECAR:
+                yaml.add(path)
         elif is_image(parts[-1]):
             images["/".join(parts[:-1])].append(parts[-1])
         elif kind := kind_by_name(path) or _dicom_by_name(parts[-1]):
@@ -88,6 +91,9 @@ def find_candidates(
             files[folder] = Candidate(folder, IMAGES, 0, files=pattern_of(names))
         elif names:
             others["images beside the folders"] += len(names)
+    if unread := yaml - {sidecar_url(path) for path in files}:
+        others["tables and YAML"] -= len(unread)
+        others["YAML that nothing reads (a folder's is volume.yaml, a file's has its name)"] = len(unread)
     return [files[path] for path in sorted(files)], others
 
 

@@ -45,6 +45,8 @@ _DATE = re.compile(  # with the time behind it
     r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?",
     re.IGNORECASE,
 )
+_TIME_POINT = re.compile(r"[mwdy](0|[1-9]\d?)", re.IGNORECASE)  # a month, week, day or year of a trial
+_TIME_POINTS = {0, 1, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 52, 60, 72, 96}
 _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
 
 # `Patient1`: a name whatever is below it, but a longer number or another such name
@@ -121,6 +123,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
     are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
+    Nor are months and weeks (M0, M6, M12), and the one word that all files have.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
     stems: dict[str, set[str]] = defaultdict(set)
@@ -142,16 +145,28 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
         short if all(_is_date(f"20{one}") or _is_date(f"{one[:4]}20{one[4:]}") for one in short) else set()
     )
     places: dict[str, set[str]] = defaultdict(set)
+    times: dict[str, set[int]] = defaultdict(set)
     above: dict[int, tuple[str, str]] = {}
+    parents: list[tuple[str, str]] = []
     for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
         nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
+        parents += nearest[1:]
         # Fovea1 is no id beside 1001, P1 is one beside A2
         number = r"\d{3}" if re.search(r"\d", person) else r"\d"
+        if time := _TIME_POINT.fullmatch(person):
+            times[_word_of(person)].add(int(time[1]))
+            number = r"\d"
         is_word = person in dates or not re.search(r"\d{3}", person)
         if len(nearest) == 2 and is_word and re.search(number, nearest[1][0]):
             above[nth] = nearest[1]
             places[_word_of(person)].add("/".join(nearest[1][::-1]))
-    recur = {word for word, parents in places.items() if len(parents) > 1}
+    is_of_files = all(one[1] == path.rpartition("/")[0] for (path, _), one in zip(paths, people, strict=True))
+    names = {one for one, _ in people}
+    is_one_word = is_of_files and len(names) == 1 and not re.search(r"\d", min(names))
+    if is_one_word and len(parents) == len(people) and len({one for one, _ in parents}) > 1:
+        return parents  # Anna/stack.nii, Berta/stack.nii
+    recur = {word for word, folders in places.items() if len(folders) > 1}
+    recur -= {word for word, some in times.items() if len(some) < 2 or not some <= _TIME_POINTS}
     if len(recur) <= len(set().union(*places.values())):
         people = [
             above[n] if n in above and _word_of(one[0]) in recur else one for n, one in enumerate(people)

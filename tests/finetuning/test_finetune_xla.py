@@ -20,7 +20,7 @@ from utils.runtime.single import Runtime
 
 pytestmark = pytest.mark.xla
 STEPS = 12
-SETTINGS = ("method.drop_path=0.2", "method.dropout=0.1")
+SETTINGS = ("method.drop_path=0.2",)
 
 
 @pytest.fixture(scope="module")

@@ -297,3 +297,9 @@ def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(
     sides = {path: row["laterality"] for path, row in table(root / "manifest.tsv").items()}
     assert sides == {"0/visit1/OD": "R", "0/visit1/OS": "L", "1": "R"}
     assert "a YAML names the other eye than the path: 1 (0/visit1/OS)" in capsys.readouterr().out
+    (root / "0" / "meta.yml").write_text("spacing_mm: [1, 1, 1]")
+    index(root)
+    assert (
+        "YAML that nothing reads (a folder's is volume.yaml, a file's has its name) 1"
+        in capsys.readouterr().out
+    )

@@ -360,6 +360,9 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("AMD/1/OD Control/1/OD", "1 1"),
         ("P101/240131/OD P101/240502/OD P102/230115/OD", "P101 P101 P102"),
         ("P101/240131/OD P102/983255/OD", "240131 983255"),  # one is no date
+        ("P01/M0/OD P01/M6/OD P02/M0/OD P02/M12/OD", "P01 P01 P02 P02"),
+        ("S1/M1/OD S1/M2/OD S2/M1/OD", "M1 M2 M1"),  # no months of a trial
+        ("anna/stack.nii berta/stack.nii Smith_John/OD/stack.nii", "anna berta Smith_John"),
     ],
 )
 def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:

@@ -14,8 +14,6 @@ one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two chec
   spread   train/feature_std under SPREAD_FLOOR. Unit vectors have variance + |mean|^2 = 1, so 0.1 says that
            99 % of the energy of every feature vector is one and the same vector. Or under NARROW_SPREAD with
            train/feature_cosine over ALIKE: what little spread there is lies within volumes, not between them.
-           Not with method.neighbour_weight, which spreads the tokens of a volume: volumes of one device were
-           alike there from step 5 on, while the rank rose (docs/LOG.md).
   volume   train/volume_share under VOLUME_FLOOR: a table by position removes 90 % of what a constant leaves.
 `alarm/leak`, a prediction that sees its targets:
   moves    val/leak over LEAK_LIMIT: the prediction changes when nothing but its targets' voxels does.
@@ -74,13 +72,11 @@ class Alarm:
 class Alarms:
     """Reads the history of a run one line at a time; its state is saved with the run. `has_fixed_targets`:
     what is predicted does not move with the encoder, so that a fall of the rank is not a sign.
-    `has_neighbours`: every feature has a loss on its voxels, so that less of a rank is enough, and volumes
-    may be alike.
+    `has_neighbours`: every feature has a loss on its voxels, so that less of a rank is enough.
     """
 
     def __init__(self, has_fixed_targets: bool = False, has_neighbours: bool = False) -> None:
         self.has_fixed_targets = has_fixed_targets
-        self.has_neighbours = has_neighbours
         self.rank_fall = NEIGHBOUR_RANK_FALL if has_neighbours else RANK_FALL
         self.raised: list[Alarm] = []
         self._seen: dict[str, float] = {}  # the newest value of what a text shows
@@ -131,9 +127,7 @@ class Alarms:
             if (value := values.get(key)) is not None and not low <= value <= high:
                 active[key] = f"{meaning}, {key} is {value:.3g}"
         spread, cosine = (values.get(f"train/feature_{name}") for name in ("std", "cosine"))
-        if spread is None or cosine is None or self.has_neighbours:
-            return active
-        if spread < NARROW_SPREAD and cosine > ALIKE:
+        if spread is not None and cosine is not None and spread < NARROW_SPREAD and cosine > ALIKE:
             text = (
                 f"volumes are alike, train/feature_cosine is {cosine:.3f} and train/feature_std {spread:.3f}"
             )

@@ -407,14 +407,6 @@ def test_a_loss_of_neighbours_lets_the_rank_fall_further() -> None:
     assert [len(begun) for begun in lower] == [0, 0, 1]
 
 
-def test_a_loss_of_neighbours_lets_volumes_be_alike() -> None:
-    alarms = Alarms(has_neighbours=True)
-    alike = {"feature_std": 0.35, "feature_cosine": 0.99}
-    assert [alarms.update(step, line(**alike)) for step in range(9)] == 9 * [[]]
-    points = [alarms.update(step, line(feature_std=0.09, feature_cosine=0.99)) for step in range(10, 13)]
-    assert [len(begun) for begun in points] == [0, 0, 1]
-
-
 def test_a_run_without_the_loss_of_neighbours_has_the_usual_alarm() -> None:
     def rank_fall(kind: str, *words: str) -> dict[str, float]:
         cfg = small_config(kind, *words)

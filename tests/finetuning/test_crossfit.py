@@ -155,9 +155,8 @@ def test_a_unet_learns_and_stops_in_time() -> None:
     for number, first in enumerate(rng.integers(6, 30, 8)):
         truth[number, first:] = 1
     scans = truth + 0.3 * torch.from_numpy(rng.normal(size=truth.shape)).float()
-    net = rivals.train_unet(
-        (scans[:6], truth[:6]), (scans[6:], truth[6:]), 2, 4.0, 0, lambda: None
-    )  # seconds
+    seconds = 4.0  # of processor; with 2 it scored .92 beside other work
+    net = rivals.train_unet((scans[:6], truth[:6]), (scans[6:], truth[6:]), 2, seconds, 0, lambda: None)
     assert (net(scans[6:]).argmax(1) == truth[6:]).float().mean() > 0.95
     with pytest.raises(ZeroDivisionError):
         rivals.train_unet((scans, truth), (scans, truth), 2, 60.0, 0, lambda: 1 // 0)  # type: ignore[arg-type]

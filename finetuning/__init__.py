@@ -5,7 +5,7 @@ order of use:
 
     power      what a cohort can show, before anything is trained
     train      a head on frozen features, the whole model, or a decoder of layers, classes or slabs
-    evaluate   a checkpoint by probes, or a head; --same-eye: do several devices agree about one eye
+    evaluate   a checkpoint by probes, or a head
     compare    checkpoints side by side
     predict    what a head says of a file
     embed      features of a collection

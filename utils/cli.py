@@ -150,7 +150,7 @@ def answer_early(
         args = parsed[-1] if isinstance(parsed, tuple) else parsed
         if check:
             check(args.config, args.overrides)
-    announce(f"{command}: {args.config}; the libraries load, which takes seconds")
+    announce(f"{command}: {args.config or args.head}; the libraries load, which takes seconds")
 
 
 def announce(text: str) -> None:

@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
         "--flow", action="store_true", help="write flow cubes and en-face images of OCTA-type scans"
     )
     parser.add_argument(
-        "--every-device", action="store_true", help="each eye once on each device, for evaluate --same-eye"
+        "--every-device", action="store_true", help="each eye once on each device, for benchmarks.same_eye"
     )
     parser.add_argument("--labels", choices=LABEL_KINDS, help="write labels of voxels beside the scans")
     parser.add_argument("--workers", type=int, help="processes (default: one per CPU); 0: in this one")

@@ -5,15 +5,16 @@ In: a task's file and the words of a command line. Out: nothing, or a UserError.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from finetuning.cohort.labels import check_table
-from utils.cli import require_there
+from utils.cli import AddArguments, parse_words, require_there
 from utils.config.written import read_file, read_words
-from utils.errors import ConfigError
+from utils.errors import ConfigError, UserError
 
 
 def is_task_file(path: str | Path) -> bool:
@@ -40,3 +41,23 @@ def check_task(config: str, overrides: Sequence[str]) -> None:
     check_table(config, overrides)
     if is_task_file(config):
         require_there("model.checkpoint", wanted_checkpoint(config, overrides))
+
+
+def parse_config_or_head(
+    command: str, description: str, argv: Sequence[str] | None, add_arguments: AddArguments | None = None
+) -> argparse.Namespace:
+    """The words of a command line; raises UserError unless one of --config and --head is there."""
+
+    def add_all(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--head", metavar="FILE_OR_RUN", help="in place of --config")
+        if add_arguments:
+            add_arguments(parser)
+
+    asked = parse_words(command, description, argv, add_all, needs_config=False)
+    if (asked.config is None) == (asked.head is None):
+        number = "neither" if asked.head is None else "both"
+        raise UserError(f"--config, --head: expected one of them, found {number}")
+    require_there("--head", asked.head)
+    if asked.config:
+        check_task(asked.config, asked.overrides)
+    return asked

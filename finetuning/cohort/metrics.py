@@ -344,3 +344,23 @@ def _by_score(
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     """part / whole; NaN where the whole is 0."""
     return np.divide(part, whole, out=np.full(np.shape(part), np.nan), where=whole > 0)
+
+
+def icc(values_ND: np.ndarray, draws_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """ICC(2,1), agreement, and ICC(3,1), consistency, each [S], of N eyes on D devices; draws_SN: how often a
+    resample has each eye. Shrout and Fleiss 1979, single measurements.
+    """
+    n, num = draws_SN.sum(axis=1), values_ND.shape[1]
+    values_ND = values_ND - values_ND.mean()
+    eye_N, whole_S = values_ND.mean(axis=1), draws_SN @ values_ND.mean(axis=1) / n
+    device_SD = draws_SN @ values_ND / n[:, None]
+    total_S = draws_SN @ (values_ND**2).sum(axis=1) - n * num * whole_S**2
+    of_eyes_S = num * (draws_SN @ eye_N**2 - n * whole_S**2)
+    of_devices_S = n * ((device_SD - whole_S[:, None]) ** 2).sum(axis=1)
+    between_S, judges_S = of_eyes_S / (n - 1), of_devices_S / (num - 1)
+    error_S = (total_S - of_eyes_S - of_devices_S) / ((n - 1) * (num - 1))
+    consistency = between_S + (num - 1) * error_S
+    agreement = consistency + num * (judges_S - error_S) / n
+    above = between_S - error_S
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return above / agreement, above / consistency

@@ -26,7 +26,7 @@ from data_setup.readers.labels import read_label_surfaces
 from data_setup.readers.makers import kinds
 from data_setup.readers.open_record import kind_by_name, peek_record
 from data_setup.store.format import KEPT
-from finetuning.answers.same_eye import icc
+from finetuning.cohort.metrics import icc
 from finetuning.dense.surfaces import RETINA, Foveas, measured
 from finetuning.embedding.scans import Scan
 from finetuning.prediction.lines import WHOLE, Line, rows_of

@@ -447,7 +447,9 @@ def test_little_spread_of_features_that_are_alike_is_a_collapse() -> None:
     assert steps_of([line(), *3 * [line(**narrow)], *9 * [line()]]) == [("collapse", 3)]
     assert steps_of([line()] + 9 * [line(**narrow | {"feature_std": 0.41})]) == []
     assert steps_of([line()] + 9 * [line(**narrow | {"feature_cosine": 0.97})]) == []
-    assert steps_of([line()] + 9 * [line(**narrow | {"feature_std": 0.35})]) == []  # real eyes, useful features
+    assert (
+        steps_of([line()] + 9 * [line(**narrow | {"feature_std": 0.35})]) == []
+    )  # real eyes, useful features
     assert steps_of([line()] + 9 * [line(**narrow | {"feature_cosine": None})]) == []
 
 

@@ -1,7 +1,10 @@
-"""Same eye, many scanners: `python -m finetuning.evaluate --same-eye`, with --config as for a checkpoint, or
-with --head.
+"""Do several devices agree about one eye: of an encoder's features, and of a head's outputs.
 
-In: a checkpoint of pretraining.train, or a head; a store in which several devices have photographed an eye.
+    python -m benchmarks.same_eye --config runs/smoke_test/config.yaml
+    python -m benchmarks.same_eye --head RUN
+
+In: a checkpoint of pretraining.train, or a head of finetuning.train; a store in which several devices have
+photographed an eye.
 Out: `${run.dir}/same_eye.json`, same_eye.md and a printed table: how often the nearest volume is the same eye
 on another device, for the encoder and for random initialisation, with pooled features as they are and less
 the mean of their device over the training volumes; of a head the ICC of every output over devices. Features
@@ -23,6 +26,12 @@ sample of devices; an offset between them counts as disagreement), and ICC(3,1),
 
 from __future__ import annotations
 
+from finetuning.cohort.early import parse_config_or_head
+from utils.cli import answer_early, run_cli
+
+if __name__ == "__main__":  # torch takes seconds to import
+    answer_early("benchmarks.same_eye", __doc__ or "", parse_config_or_head)
+
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +43,12 @@ from sklearn.preprocessing import StandardScaler
 
 from data_setup.manifest import select_wanted
 from data_setup.store.reader import PreparedStore
+from finetuning.answers.evaluation import find_checkpoint
 from finetuning.answers.scorecard import Answer, Content, estimated, looks, protocol_of
 from finetuning.cohort.cohort import EVALUATED, TRAIN, Cohort, count_seen, seen_by_head
 from finetuning.cohort.labels import units_of
 from finetuning.cohort.ledger import digest, look_at
-from finetuning.cohort.metrics import interval
+from finetuning.cohort.metrics import icc, interval
 from finetuning.cohort.source import check_fit, evaluated_config
 from finetuning.features.kept import KeptFeatures, pretrained_encoder, random_encoder
 from finetuning.heads.head_file import Head, open_head, predict_rows, require_same_grid
@@ -46,9 +56,10 @@ from models.probes import intervals
 from models.probes.intervals import interval95, participant_draws
 from models.probes.tokens import less_protocol_mean
 from utils.checkpoint import load_checkpoint
-from utils.config.load import storage_options_of
+from utils.config.load import load_config, storage_options_of
 from utils.config.schema import Config
 from utils.errors import ConfigError, UserError
+from utils.log import setup_logging
 from utils.runtime.open import open_runtime
 from utils.tables import Table, estimate, number, page
 
@@ -86,24 +97,6 @@ def nearest(features_nF: np.ndarray, eye: np.ndarray, person: np.ndarray, device
     return Nearest(best[whole, 0] > best[whole, 1], count[whole, 0] / count[whole].sum(axis=1), whole)
 
 
-def icc(values_ND: np.ndarray, draws_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """ICC(2,1), ICC(3,1), each [S], of N eyes on D devices; draws_SN: how often a resample has each eye."""
-    n, num = draws_SN.sum(axis=1), values_ND.shape[1]
-    values_ND = values_ND - values_ND.mean()
-    eye_N, whole_S = values_ND.mean(axis=1), draws_SN @ values_ND.mean(axis=1) / n
-    device_SD = draws_SN @ values_ND / n[:, None]
-    total_S = draws_SN @ (values_ND**2).sum(axis=1) - n * num * whole_S**2
-    of_eyes_S = num * (draws_SN @ eye_N**2 - n * whole_S**2)
-    of_devices_S = n * ((device_SD - whole_S[:, None]) ** 2).sum(axis=1)
-    between_S, judges_S = of_eyes_S / (n - 1), of_devices_S / (num - 1)
-    error_S = (total_S - of_eyes_S - of_devices_S) / ((n - 1) * (num - 1))
-    consistency = between_S + (num - 1) * error_S
-    agreement = consistency + num * (judges_S - error_S) / n
-    above = between_S - error_S
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return above / agreement, above / consistency
-
-
 @dataclass(frozen=True)
 class Eyes:
     """Volumes of TRAIN, and of EVALUATED at most one for each eye and device, each eye on two or more."""
@@ -131,7 +124,7 @@ class Eyes:
 def choose_eyes(cfg: Config, store: PreparedStore) -> Eyes:
     """The volumes that are compared; UserError where fewer than two eyes have two devices each."""
     if cfg.eval.protocol == "crossfit":
-        raise ConfigError("eval.protocol: expected official with --same-eye, found crossfit")
+        raise ConfigError("eval.protocol: expected official, found crossfit")
     index = store.index.loc[store.kept]
     index = select_wanted(cfg, index[index["listed"]])
     index = index.assign(eye=units_of(index, "eye"))
@@ -302,3 +295,19 @@ def markdown(result: Content) -> str:
             Table("Outputs of the head", ["output", "ICC(2,1) (95 %)", "ICC(3,1) (95 %)"], rows, note)
         )
     return page("Same eye, many scanners", lines, looks(result), tables)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare the devices by a checkpoint or a head and print the page."""
+    asked = parse_config_or_head("benchmarks.same_eye", __doc__ or "", argv)
+    setup_logging()
+    if asked.head is not None:
+        result = same_eye_of_head(asked.head, asked.overrides)
+    else:
+        cfg = load_config(asked.config, asked.overrides)
+        result = same_eye(cfg, find_checkpoint(cfg))
+    print(markdown(result))
+
+
+if __name__ == "__main__":
+    run_cli(main)

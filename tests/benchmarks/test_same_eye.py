@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks import same_eye as module
+from benchmarks.same_eye import choose_eyes, main, nearest
 from data_setup.phantom import __main__ as phantom
 from data_setup.phantom.cohort import Participant, make_participants
 from data_setup.phantom.files import scan_volume
@@ -19,9 +21,7 @@ from data_setup.resample import Resampled
 from data_setup.store.format import RECORD_COLUMNS
 from data_setup.store.reader import PreparedStore
 from data_setup.store.writer import StoreWriter, measure
-from finetuning.answers import same_eye as module
-from finetuning.answers.same_eye import choose_eyes, icc, nearest
-from finetuning.evaluate import main
+from finetuning.cohort.metrics import icc
 from finetuning.train import main as train
 from tests.support.finetune_factory import CONFIG, SIZE, config, index_store, person, save_checkpoint
 from utils.errors import ConfigError, UserError
@@ -124,12 +124,12 @@ def test_a_planted_device_reads_0_and_the_anatomy_1(
     run = tmp_path / "run"
     words = ["--config", str(CONFIG), "--checkpoint", checkpoint, f"data.gcs_root={world}", f"run.dir={run}"]
     words += [f"data.store={world / 'store'}", "spatial.image_size=[8,24,32]", "data.workers=0"]
-    main(["--same-eye", *words])
+    main(words)
     assert (run / "same_eye.md").read_text() in capsys.readouterr().out
     result = json.loads((run / "same_eye.json").read_text())
     assert (result["n_participants"], result["n_eyes"], result["n_volumes"]) == (8, 16, 48)
     ledger = (world / "store" / "ledger.jsonl").read_text()
-    main(["--same-eye", *words])
+    main(words)
     assert (world / "store" / "ledger.jsonl").read_text() == ledger  # a kept answer is no look
     look = json.loads(ledger.splitlines()[-1])
     assert look["what"].startswith("same_eye: pre-trained encoder")
@@ -199,7 +199,7 @@ def test_agreement_is_that_of_shrout_and_fleiss() -> None:
 def test_the_outputs_of_a_head_are_compared(world: Path, checkpoint: str, tmp_path: Path) -> None:
     run = tmp_path / "head"
     assert train(["--config", TASK, "--checkpoint", checkpoint, f"run.dir={run}", *QUICK]) == 0
-    main(["--same-eye", "--head", str(run)])
+    main(["--head", str(run)])
     result = json.loads((run / "same_eye.json").read_text())
     assert list(result["head"]["each"]) == ["a", "b"]
     assert result["head"]["eyes"] == 16
@@ -208,7 +208,7 @@ def test_the_outputs_of_a_head_are_compared(world: Path, checkpoint: str, tmp_pa
     assert result["rows"][0]["label"] == "the head's encoder"
     assert "## Outputs of the head" in (run / "same_eye.md").read_text()
     with pytest.raises(UserError, match=r"split val in its training, found 1 \(val01\)"):
-        main(["--same-eye", "--head", str(run), "eval.split=val"])
+        main(["--head", str(run), "eval.split=val"])
 
 
 def test_people_of_training_are_refused_or_counted(
@@ -221,7 +221,7 @@ def test_people_of_training_are_refused_or_counted(
     monkeypatch.setattr(module, "markdown", lambda result: "")
     assert module.same_eye(cfg, checkpoint)["overlap"] == 1
     crossfit = config(world, tmp_path / "run", "eval.protocol=crossfit", "eval.allow_overlap=true")
-    with pytest.raises(ConfigError, match="expected official with --same-eye, found crossfit"):
+    with pytest.raises(ConfigError, match="expected official, found crossfit"):
         module.same_eye(crossfit, checkpoint)
 
 

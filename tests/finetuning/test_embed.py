@@ -207,7 +207,7 @@ def test_another_question_needs_another_folder(
     with pytest.raises(
         UserError, match=r"--dicom: expected a DICOM file or a folder, found none at .*absent"
     ):
-        main([*words[:2], "--out", str(done), "--dicom", str(tmp_path / "absent")])
+        main([*words[:2], "--out", str(done), "--dicom", str(tmp_path / "absent"), str(world)])
 
 
 def test_dicom_files_have_the_features_of_their_volumes_in_the_store(

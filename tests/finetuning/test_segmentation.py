@@ -142,7 +142,7 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
     box = volumes.field(row)
     assert np.mean(volumes.place_of[drawn][box] == expected[box]) > 0.9
-    assert predict_command.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
+    assert predict_command.main([*changes[:4], str(tmp_path / "no.dcm"), *changes[4:]]) == 1
     first, second = (json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines())
     assert (first, second["status"]) == (line, "missing_file")
 

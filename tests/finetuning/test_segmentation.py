@@ -134,6 +134,8 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert "CHOROID" in (tmp_path / "study.csv").read_text()
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
     head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
+    pitch = volumes.store.index.spacing_before_d[volumes.of(TRAIN)]
+    assert head.state["spacings_mm"]["d"] == sorted({float(f"{mm:.2g}") for mm in pitch}) != []
     kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME)
     expected = segmentation.ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
         head.arms[0].decoder, row

@@ -49,6 +49,7 @@ from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.heights_factory import SMOKE, make_tree
 from tests.support.import_factory import anatomical_affine, write_folder, write_images, write_tiff, write_yaml
+from tests.support.prepare_runs import swap_unseen
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions
 from utils.errors import UserError
@@ -800,7 +801,7 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     file.write_text(written.replace(', "schema_version": 2', ""))  # as the first lines were
     assert done() == {str(scan) for scan in scans[:2]}
     file.write_text(written)
-    scans[0].write_bytes(b"another")
+    swap_unseen(scans[0])
     assert done() == {str(scans[1])}
     with pytest.raises(UserError, match=r"expected lines of the head with sha256 2222.*give another --out"):
         start(head_sha256="2" * 64)

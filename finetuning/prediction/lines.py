@@ -41,6 +41,7 @@ from utils.terminal import say
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
 SAME = ("format", "precision", "anonymous", "fovea_option")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
+PLACES = ("file", "picture", "arrays")
 Line = dict[str, Any]
 WHOLE = "scan"  # the sector of a mean over the whole scan
 COLUMNS = {
@@ -146,8 +147,10 @@ class Lines:
                 continue
             try:
                 line = json.loads(text)
-                of_head = {key: line[key] for key in NEEDED}["head_sha256"]
-            except (ValueError, KeyError, TypeError) as error:
+                of_head, places = line["head_sha256"], (line.get(name) or "" for name in PLACES)
+                "".join([*(line[name] for name in NEEDED), *places])  # are texts
+                list(rows_of(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"{self.url}: expected lines of finetuning.predict, found another one ({error})"
                 ) from error

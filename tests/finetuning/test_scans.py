@@ -5,6 +5,7 @@ that read back as they were; and the tables of a study: thickness, foveas, agree
 from __future__ import annotations
 
 import csv
+import json
 import os
 import resource
 from dataclasses import replace
@@ -817,6 +818,16 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     lines.close()
     assert file.stat().st_size == size  # no half line
-    file.write_text("mine\n")
-    with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
-        start()
+    line = json.loads(written.splitlines()[0])
+    edits = (
+        {"path": [1]},
+        {"picture": 5},
+        {"file": 3},
+        {"scores": 3},
+        {"classes": {"fluid": {}}},
+        {"status": 1},
+    )
+    for text in ("mine\n", *(json.dumps(line | edit) + "\n" for edit in edits)):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
+            start()

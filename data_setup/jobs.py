@@ -18,7 +18,7 @@ from typing import Any
 from data_setup.manifest import Record
 from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.open_record import open_record, source_stat
+from data_setup.readers.open_record import open_record, source_digest, source_stat
 from data_setup.resample import NEAREST, Resampled, resample_frames, valid_tokens
 from data_setup.store.format import KEPT, UNREAD
 from data_setup.store.quality import Meter
@@ -72,6 +72,7 @@ def prepare_row(job: Job) -> Outcome:
     try:
         source = source_stat(job.record, job.options)
         fields |= {"source_size": source.size, "source_version": source.etag_or_mtime}
+        fields["source_digest"] = source_digest(job.record, job.options)
         header, volume, measured = read_volume(job.record, job.spatial, job.options, planes=job.planes)
     except storage.StorageNotFoundError as error:
         fields |= {"status": RejectReason.MISSING_FILE.value, "message": error.problem}
@@ -161,16 +162,18 @@ def state_of(job: Job, written: dict[str, Any] | None, rebase: bool = False) -> 
     if written is None or written["status"] != KEPT or written["record"]["path"] != job.record.path:
         return TO_DO
     try:
-        source = source_stat(job.record, job.options)
+        source, digest = source_stat(job.record, job.options), source_digest(job.record, job.options)
     except storage.StorageNotFoundError:
         return SOURCE_MISSING
     except storage.StorageError:
         return TO_DO  # prepare_row meets the same error and counts it, for this row alone
-    fields = _identity(job)
+    fields = _identity(job) | ({"source_digest": digest} if digest else {})  # rows of before have none
     if rebase and written["source_url"] != fields["source_url"]:
         fields["source_version"] = source.etag_or_mtime
     version = fields.get("source_version", written["source_version"])
     if (written["source_size"], version) != (source.size, source.etag_or_mtime):
+        return TO_DO
+    if digest and written.get("source_digest", digest) != digest:
         return TO_DO
     if not fields.items() <= written.items():
         job.writer.rows.write(job.row, written | fields)

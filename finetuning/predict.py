@@ -42,7 +42,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from utils.cli import announce, require_there, run_cli
+from utils.cli import announce, require_folder, require_scans, require_there, run_cli
 from utils.config.load import storage_options_of
 from utils.help_pages import PeopleParser
 
@@ -78,11 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Predict what the command line says; returns the exit code."""
     args = parse(argv)
     require_there("--checkpoint", args.checkpoint)
-    storage_options_of(args.overrides)  # refuses words that are no section.key=value
+    require_scans("--dicom" if args.dicom else "--files", args.dicom or args.files)
+    require_folder("--out", args.out)
+    options = storage_options_of(args.overrides)  # refuses words that are no section.key=value
+    if args.fovea is not None:
+        from finetuning.dense.surfaces import read_foveas
+
+        read_foveas(args.fovea, len({*args.dicom, *args.files}), options)
     announce(f"finetuning.predict: {args.checkpoint}; the libraries load, which takes seconds")
     # here: torch takes seconds to import, and a reader process imports this module without it
-    from finetuning.embedding.scans import Places
-    from finetuning.prediction.run import Asked, predict
+    from finetuning.prediction.run import Asked, Places, predict
 
     asked = Asked(
         Places(args.dicom, args.files),

@@ -24,6 +24,7 @@ if __name__ == "__main__":  # torch and scikit-learn take seconds to import
 
 import logging
 import os
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from utils.log import setup_logging
 from utils.run.folder import held_run
 from utils.run.guard import open_engine
 from utils.runtime.open import open_runtime
+from utils.terminal import say
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def train(config: str, overrides: Sequence[str]) -> int:
         refuse_another_encoder(source)
         url, state = train_frozen(source, store, cohort, runtime)
     print(format_grid(state["validation"]))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
+    say(f"head: {url}", f"next: python -m finetuning.evaluate --head {shlex.quote(url)}")
     return EXIT_FINISHED
 
 

@@ -95,11 +95,32 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_there(option: str, *paths: str | None) -> None:
+def require_there(option: str, *paths: str | None, folder: str = "the folder of a run") -> None:
     """Raise UserError for a path of this machine that leads nowhere, before torch is imported."""
     for path in paths:
         if path is not None and "://" not in path and not os.path.exists(path):
-            raise UserError(f"{option} {path}: expected a file or the folder of a run, found no such file")
+            raise UserError(f"{option} {path}: expected a file or {folder}, found no such file")
+
+
+def require_scans(option: str, places: Sequence[str]) -> None:
+    """Raise UserError where no place of a command line is there; a single one that is not gets a line."""
+    if not any("://" in place or os.path.exists(re.sub(r"#\d+$", "", place)) for place in places):
+        require_there(option, *places, folder="a folder")
+
+
+def require_folder(option: str, *places: str | None) -> None:
+    """Raise UserError for an output on this machine that can be no folder, or may not be written."""
+    for place in places:
+        if place == "":
+            raise UserError(f"{option}: expected a folder, found ''")
+        if place is None or "://" in place:
+            continue
+        there = Path(place).expanduser().absolute()
+        while not os.path.lexists(there):
+            there = there.parent
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            what = "one without permission" if there.is_dir() else f"none at {there}"
+            raise UserError(f"{option} {place}: expected a folder that can be written, found {what}")
 
 
 def output_file(text: str) -> Path:

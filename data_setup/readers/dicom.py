@@ -31,7 +31,7 @@ from data_setup.readers.faults import (
 )
 from data_setup.readers.parts import PART_TAGS, check_whole
 from data_setup.readers.pixels import BoundedFile, PixelLayout, check_element, iter_pixels, read_layout
-from data_setup.tables.text import SIDES
+from data_setup.tables.text import SENTINELS, SIDES
 from utils.config.schema import StorageOptions
 from utils.storage import is_remote, open_url, read_bytes
 from utils.storage.ranges import RangeFile
@@ -46,11 +46,21 @@ PIXEL_TAGS = ["SamplesPerPixel", "PhotometricInterpretation", "PlanarConfigurati
 PIXEL_TAGS += ["Columns", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation"]
 _PADDING = ("PixelPaddingValue", "PixelPaddingRangeLimit")
 _RESCALE = ("RescaleSlope", "RescaleIntercept")
+_REGIONS = {"AnatomicRegionSequence": "AnatomicRegionModifierSequence"}
+_REGIONS |= {"PrimaryAnatomicStructureSequence": "PrimaryAnatomicStructureModifierSequence"}
+SIDE_TAGS = ["ImageLaterality", "Laterality", *_REGIONS]
+_OF_ANATOMY = ["FrameAnatomySequence", "UnassignedSharedConvertedAttributesSequence"]
+_OF_ANATOMY += ["UnassignedPerFrameConvertedAttributesSequence"]
+_CODES = dict.fromkeys(("7771000", "G-A101", "8966001"), "L")  # SNOMED's left, and left eye
+_CODES |= dict.fromkeys(("24028007", "G-A100", "18944008"), "R")
+_CODES |= dict.fromkeys(("51440002", "G-A102", "40638003"), "B")
+_BOTH = ("b", "ou", "both", "bilateral", "both eyes", "right and left")
+_NO_SIDE = SENTINELS | {"unknown"}
 # The allow-list: pydicom skips every other root attribute. The items of the two functional group sequences
 # come whole; only geometry.py, _rescale and laterality_of take values out of them.
 _VOLUME_TAGS = [*PIXEL_TAGS, *PART_TAGS, *_RESCALE, *_PADDING, "ModalityLUTSequence", "PresentationLUTShape"]
-_VOLUME_TAGS += ["SOPClassUID", "SOPInstanceUID", "ManufacturerModelName", "ProtocolName", "ImageLaterality"]
-_VOLUME_TAGS += ["Laterality", "PixelSpacing", "SliceThickness", "SpacingBetweenSlices"]
+_VOLUME_TAGS += ["SOPClassUID", "SOPInstanceUID", "ManufacturerModelName", "ProtocolName"]
+_VOLUME_TAGS += ["PixelSpacing", "SliceThickness", "SpacingBetweenSlices", *SIDE_TAGS]
 _VOLUME_TAGS += ["SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"]
 _GREY = ("MONOCHROME1", "MONOCHROME2")
 _PHOTOMETRIC = (*_GREY, "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT", "XYB")
@@ -254,10 +264,7 @@ def _header(ds: Dataset, file: BoundedFile, url: str, record: Record | None) -> 
             expected = "a PixelData element"
             actual = f"the end of the file after {file.size} bytes: a cut header, or a file without pixels"
             raise OCTReadError(url, RejectReason.MISSING_PIXEL_DATA, expected, actual)
-        raw = geometry.collect(ds)
-        indices = check_whole(ds, url)
-        if not any(raw.numbers):
-            raw = replace(raw, numbers=indices)
+        raw = replace(geometry.collect(ds), indices=check_whole(ds, url))
         text = {k: str(ds.get(k) or "") for k in ("SOPInstanceUID", "ManufacturerModelName", "ProtocolName")}
         laterality = laterality_of(ds, url)
         rescale = _rescale(ds, url)
@@ -350,21 +357,43 @@ def _slope_of(item: Dataset | None) -> tuple[float, float] | None:
 
 def laterality_of(ds: Dataset, url: str) -> str | None:
     """L or R as the header says it, else as the name of the file ends; None where neither does. Raises
-    OCTReadError header_mismatch for a header that names both.
+    OCTReadError header_mismatch for a header that names both, or what is no eye.
     """
-    stated = {
-        SIDES.get(str(ds.get(name)).strip().lower()): name for name in ("ImageLaterality", "Laterality")
-    }
-    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
-        for group in ds.get(name) or []:
-            for item in group.get("FrameAnatomySequence") or []:
-                side = SIDES.get(str(item.get("FrameLaterality")).strip().lower())
-                stated.setdefault(side, f"FrameLaterality in {name}")
-    stated.pop(None, None)
-    if len(stated) > 1:
-        texts = [f"{side} ({name})" for side, name in stated.items()]
-        raise OCTReadError(
-            url, RejectReason.HEADER_MISMATCH, "one eye in the whole header", " and ".join(texts)
-        )
+    stated: dict[str, str] = {}
+    for value, where in chain(
+        _sides(ds, ""), *(_sides(item, f" in {name}") for name, item in _anatomies(ds))
+    ):
+        if (text := str(value or "").strip().lower()) not in _NO_SIDE:
+            side = SIDES.get(text, "both eyes" if text in _BOTH else "another value")
+            stated.setdefault(side, where)
+    if len(stated) > 1 or set(stated) - {"L", "R"}:
+        texts = [f"{side} ({where})" for side, where in stated.items()]
+        expected = "one eye, R or L, in the whole header"
+        raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
     in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
     return next(iter(stated), in_name[1].upper() if in_name else None)
+
+
+def _anatomies(ds: Dataset) -> Iterator[tuple[str, Dataset]]:
+    """(name of the sequence of groups, item) wherever a functional group may say which eye it shows."""
+    for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
+        for group in ds.get(name) or []:
+            for key in _OF_ANATOMY:
+                yield from ((name, item) for item in group.get(key) or [])
+
+
+def _sides(item: Dataset, where: str) -> Iterator[tuple[Any, str]]:
+    """(what an item says of the eye, where) in plain words and in the codes of an anatomic region."""
+    yield from (
+        (item.get(name), name + where) for name in ("ImageLaterality", "Laterality", "FrameLaterality")
+    )
+    for sequence, of_codes in _REGIONS.items():
+        for region in item.get(sequence) or []:
+            yield _side_of(region), sequence + where
+            yield from ((_side_of(code), of_codes + where) for code in region.get(of_codes) or [])
+
+
+def _side_of(code: Dataset) -> str | None:
+    """R, L or B of a code; None where it means something else."""
+    meaning = str(code.get("CodeMeaning") or "").strip().lower()
+    return _CODES.get(str(code.get("CodeValue"))) or SIDES.get(meaning) or ("B" if meaning in _BOTH else None)

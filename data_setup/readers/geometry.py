@@ -59,7 +59,8 @@ class RawGeometry:
     orientations: tuple[tuple[float, ...] | None, ...] = ()  # ImageOrientationPatient
     shapes: frozenset[str] = frozenset()  # OphthalmicImageOrientation values
     stacks: frozenset[str] = frozenset()  # StackID values
-    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber, else DimensionIndexValues
+    numbers: tuple[tuple[float, ...] | None, ...] = ()  # InStackPositionNumber
+    indices: tuple[tuple[float, ...] | None, ...] = ()  # of DimensionIndexValues, the one that is the place
     reference_unit: str = "pixels"  # | mm
     is_converted: bool = False  # by AI-READI, whose converters write the distance into SliceThickness
 
@@ -140,9 +141,9 @@ def check_geometry(
     listed: Triple | None = None,
 ) -> Geometry:
     """The geometry of a volume of `shape` (frames, rows, columns); `listed`: the manifest's spacing, for what
-    the file does not say. The frames are ordered by their positions, else by InStackPositionNumber, else as
-    in the file. Raises OCTReadError: not_a_volume, frame_count_mismatch, missing_spacing,
-    implausible_spacing, header_mismatch.
+    the file does not say. The frames are ordered by InStackPositionNumber, else by DimensionIndexValues, else
+    by their positions, else as in the file; two of these that differ are a reject. Raises OCTReadError:
+    not_a_volume, frame_count_mismatch, missing_spacing, implausible_spacing, header_mismatch.
     """
     _check_one_volume(raw, protocol, url)
     _check_directions(raw, url)
@@ -158,7 +159,8 @@ def check_geometry(
     }
     # A count of frames that no item bears out may be any number: nothing of that length is made.
     is_described = len(raw.positions) == shape[0]
-    order, distance = _order(raw.numbers, shape[0], stated, url) if is_described else (None, None)
+    counts = {"InStackPositionNumber": raw.numbers, "DimensionIndexValues": raw.indices}
+    order, distance = _order(counts, shape[0], stated, url) if is_described else (None, None)
     spacing_mm, source = _spacing(raw, shape[0], distance, device, protocol, url, listed)
     if lines is not None and raw.reference_unit == "mm":
         _check_lengths(lines, shape[2] * spacing_mm[2], url)
@@ -225,7 +227,7 @@ def check_lines(lines: np.ndarray, unit: str, url: str) -> None:
     if not _are_near(lines.ravel()) or not np.ptp(middles, axis=0).any():
         return  # placeholders
     _check_parallel({"start to end": lines[:, 1] - lines[:, 0]}, url)
-    order, _ = _order((), len(lines), {"places": (middles, unit)}, url)
+    order, _ = _order({}, len(lines), {"places": (middles, unit)}, url)
     if not np.array_equal(order, np.arange(len(lines))):
         expected = "B-scans in the order of their numbers"
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, "another order of their places")
@@ -241,24 +243,34 @@ def _check_lengths(lines: np.ndarray, width: float, url: str) -> None:
 
 
 def _order(
-    values: tuple[tuple[float, ...] | None, ...],
+    counts: dict[str, tuple[tuple[float, ...] | None, ...]],
     frames: int,
     stated: dict[str, tuple[np.ndarray, str]],
     url: str,
 ) -> tuple[np.ndarray, float | None]:
     """(indices of the frames in order, distance between B-scans in mm or None)."""
-    order, distance = _order_by_number(values, frames, bool(stated), url), None
-    for count, (name, (points, unit)) in enumerate(stated.items()):
+    order, source, distance = np.arange(frames), "", None
+
+    def require(is_same: bool, name: str) -> None:
+        if not is_same:
+            expected = f"frames in the order of {source}"
+            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"another order in {name}")
+
+    for name, values in counts.items():
+        by_number = _order_by_number(values, name, frames, bool(stated or source), url)
+        if by_number is not None and source:
+            require(any(np.array_equal(order, by_number[::step]) for step in (1, -1)), name)
+        elif by_number is not None:
+            order, source = by_number, name
+    for name, (points, unit) in stated.items():
         along = _along_line(points, name, url)
         if along[order[-1]] < along[order[0]]:
             along = -along
         by_place = order[np.argsort(along[order], kind="stable")]  # as it was where it runs backwards
         rounding = 1.0 if unit == "pixels" else 0.0
-        if count == 0:
-            order = by_place
-        elif np.diff(along[order]).min() < -max(rounding, _SAME_PLACE * np.ptp(along)):
-            expected = f"frames in the order of {next(iter(stated))}"
-            raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, f"another order in {name}")
+        if not source:
+            order, source = by_place, name
+        require(np.diff(along[order]).min() >= -max(rounding, _SAME_PLACE * np.ptp(along)), name)
         steps = np.diff(along[order])
         low, middle, high = float(steps.min()), float(np.median(steps)), float(steps.max())
         if low <= _SAME_PLACE * high and (high > 2 * rounding or not rounding):
@@ -277,21 +289,20 @@ def _order(
 
 
 def _order_by_number(
-    values: tuple[tuple[float, ...] | None, ...], frames: int, has_places: bool, url: str
-) -> np.ndarray:
-    """The indices by their numbers; as in the file where not all frames have one, or all the same."""
-    in_file = np.arange(frames)
+    values: tuple[tuple[float, ...] | None, ...], name: str, frames: int, is_known: bool, url: str
+) -> np.ndarray | None:
+    """The indices by their numbers; None where not all frames have one, or all the same. Raises
+    frame_count_mismatch for a gap where the order is not known otherwise.
+    """
     if len(values) != frames or not all(v is not None and _are_near(v) for v in values):
-        return in_file
+        return None
     column = np.array([v[0] for v in values if v is not None])
     low, high, different = column.min(), column.max(), len(np.unique(column))
-    if different == 1:
-        return in_file
     if different == frames == high - low + 1:
         return np.argsort(column)
-    if has_places:  # they are better evidence
-        return in_file
-    expected = f"InStackPositionNumber, or DimensionIndexValues, {number(low)} to {number(high)}, each once"
+    if different == 1 or is_known:
+        return None
+    expected = f"{name} {number(low)} to {number(high)}, each once"
     raise OCTReadError(url, RejectReason.FRAME_COUNT_MISMATCH, expected, f"{different} in {frames} frames")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from pydicom.dataset import Dataset
 
-from data_setup.readers.dicom import PIXEL_TAGS, laterality_of, open_file, read_dataset
+from data_setup.readers.dicom import PIXEL_TAGS, SIDE_TAGS, laterality_of, open_file, read_dataset
 from data_setup.readers.faults import OCTReadError, RejectReason, known, named_faults
 from data_setup.readers.geometry import Measures, first, measures
 from data_setup.readers.heights import references_of_groups, uids_of_scans
@@ -27,7 +27,7 @@ KINDS = {FLOW_CLASS: FLOW_CUBE, ENFACE_CLASS: EN_FACE}
 SLABS = ("superficial", "deep", "outer_retina", "choriocapillaris")  # from the vitreous down
 _WORD_OF = dict(zip(SLABS, ("superficial", "deep", "outer", "choriocapillaris"), strict=True))
 _NO_FLOW = ("structur", "reflectance", "thickness")  # en-face images of other things
-_TAGS = [*PIXEL_TAGS, "SOPClassUID", "SOPInstanceUID", "ImageLaterality", "Laterality", "PixelSpacing"]
+_TAGS = [*PIXEL_TAGS, "SOPClassUID", "SOPInstanceUID", "PixelSpacing", *SIDE_TAGS]
 _TAGS += ["SliceThickness", "SpacingBetweenSlices", "SharedFunctionalGroupsSequence", "SourceImageSequence"]
 _TAGS += ["PerFrameFunctionalGroupsSequence", "ReferencedSeriesSequence", "DerivationImageSequence"]
 _TAGS += ["OphthalmicImageTypeCodeSequence", "OphthalmicImageTypeDescription", *PART_TAGS]

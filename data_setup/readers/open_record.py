@@ -73,6 +73,7 @@ _SORTED = ("DICOM", "Heidelberg XML", kinds.VOL)  # kinds that say where each B-
 _TURNED = ("NIfTI", "MATLAB", "NumPy", "MetaImage")  # kinds that say which way an axis of their array runs
 _HEAD_BYTES = 1024
 _SPACING = 0.01  # relative: the manifest's and the file's
+_ENDS, _LEAST_ENDS = 2**16, 2**9  # bytes at either end of a source, of all its files and of each
 _LOOKED_AT = 2**22  # bytes: header and first frames
 _JP2 = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
 _KEY, _STEP = 0x5A, 7
@@ -246,8 +247,8 @@ def _sidecar(record: Record, is_folder: bool, options: StorageOptions | None) ->
     return replace(sidecar, files=sidecar.files or record.files, listed_spacing_mm=record.spacing_mm)
 
 
-def source_stat(record: Record, options: StorageOptions | None = None) -> ObjectStat:
-    """Bytes and version of a record's source: of several files the sum and a digest; raises StorageError."""
+def _sources(record: Record, options: StorageOptions | None) -> list[str]:
+    """All files that a record is read from, its own first; some may be absent. Raises StorageError."""
     url, kind = record.url, _kind(record.url, options)
     urls = [kinds.split_part(url)[0]]
     if kind == "folder":
@@ -261,6 +262,28 @@ def source_stat(record: Record, options: StorageOptions | None = None) -> Object
         if kind == "MetaImage":
             with suppress(OCTReadError), open_file(url, options) as file:
                 urls.append(arrays.data_url(url, arrays.read_metaimage_header(file, url)))
+    return urls
+
+
+def source_digest(record: Record, options: StorageOptions | None = None) -> str:
+    """Of both ends of a record's files on a disk, where another one of equal size and time may take the place
+    of one; "" in a bucket, which has versions. Raises StorageError.
+    """
+    if storage.is_remote(record.url):
+        return ""
+    urls, digest = _sources(record, options), hashlib.blake2b(digest_size=16)
+    count = max(_ENDS // len(urls), _LEAST_ENDS)
+    for url in urls:
+        with suppress(StorageNotFoundError):
+            size = storage.stat(url, options).size
+            digest.update(read_range(url, 0, count, options))
+            digest.update(read_range(url, max(0, size - count), size, options))
+    return digest.hexdigest()
+
+
+def source_stat(record: Record, options: StorageOptions | None = None) -> ObjectStat:
+    """Bytes and version of a record's source: of several files the sum and a digest; raises StorageError."""
+    urls = _sources(record, options)
     first = storage.stat(urls[0], options)
     others = in_threads(lambda u: _stat_or_none(u, options), urls[1:])
     stats = [(u, s) for u, s in zip(urls, [first, *others], strict=True) if s is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from utils import storage
+from utils.cli import require_folder
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -19,7 +20,11 @@ def no_store(url: str) -> UserError:
 
 
 def check_store(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError where this machine should hold data.store and does not; a bucket is asked later."""
-    url = load_config(config, overrides).data.store
+    """Raise UserError where this machine should hold data.store and does not, or cannot hold the run; a
+    bucket is asked later.
+    """
+    cfg = load_config(config, overrides)
+    require_folder("run.dir, train.ckpt_dir", cfg.run.dir, cfg.train.ckpt_dir)
+    url = cfg.data.store
     if not storage.is_remote(url) and not storage.exists(storage.join(url, INDEX)):
         raise no_store(url)

@@ -37,7 +37,7 @@ def wanted_checkpoint(path: str | Path, overrides: Sequence[str]) -> str:
 
 
 def check_task(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError for a task without its checkpoint, and for a table as check_table does."""
+    """Raise UserError for a task without its checkpoint, and for what check_table refuses."""
     check_table(config, overrides)
     if is_task_file(config):
         require_there("model.checkpoint", wanted_checkpoint(config, overrides))

@@ -26,6 +26,7 @@ from data_setup.tables.text import (
     person_id_of,
     read_table,
 )
+from utils.cli import require_folder
 from utils.config.load import storage_options_of
 from utils.config.schema import DENSE_KINDS, Config, TaskConfig
 from utils.config.written import read_file, read_words
@@ -140,12 +141,18 @@ def _id_columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 def check_table(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError for a table that cannot be read or lacks a column: before a checkpoint or torch."""
+    """Raise UserError for a table that cannot be read or lacks a column, and for an output that can be no
+    folder: before a checkpoint or torch.
+    """
     written = OmegaConf.merge(read_file(config), read_words(overrides))
     content = OmegaConf.to_container(written, resolve=False)
-    given = content.get("task") if isinstance(content, dict) else None
+    assert isinstance(content, dict)
+    given = {name: part for name, part in content.items() if isinstance(part, dict)}
+    for section, name in (("run", "dir"), ("train", "ckpt_dir")):
+        if isinstance(place := given.get(section, {}).get(name), str) and "$" not in place:
+            require_folder(f"{section}.{name}", place)
     known = {field.name for field in fields(TaskConfig)}
-    task = TaskConfig(**{name: value for name, value in (given or {}).items() if name in known})
+    task = TaskConfig(**{name: value for name, value in given.get("task", {}).items() if name in known})
     url = task.labels_path
     if not isinstance(url, str) or "$" in url or task.kind in DENSE_KINDS:
         return

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from utils.run.folder import held_run
 from utils.run.log import AnyLog, open_log
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, StopRequested
+from utils.terminal import say
 
 log = logging.getLogger(__name__)
 MOST_VALIDATIONS = 40  # of an arm
@@ -182,7 +184,7 @@ def train_head(
             url = write_head(cfg, state | kind.state(arms[PRETRAINED][0], source, volumes, runtime))
             run_log.artifact("head", url)
     print(format_arms(validation, *kind.shown, kind.metric))
-    print(f"head: {url}\nnext: python -m finetuning.evaluate --head {url}")
+    say(f"head: {url}", f"next: python -m finetuning.evaluate --head {shlex.quote(url)}")
     return EXIT_FINISHED
 
 

@@ -93,7 +93,11 @@ class Folder:
         """Make the folder for rows of `shape` (N, E), or check the one here; UserError names a difference."""
         about_url = storage.join(self.url, ABOUT)
         if storage.exists(about_url, self.options):
-            written = json.loads(storage.read_text(about_url, self.options))
+            try:
+                written = dict(json.loads(storage.read_text(about_url, self.options)))
+            except (ValueError, TypeError) as error:
+                what = f"expected a file of finetuning.embed, found another ({error})"
+                raise UserError(f"{about_url}: {what}; give another --out") from error
             for key in sorted({*written, *about}):
                 if written.get(key) != about.get(key):
                     raise UserError(
@@ -167,9 +171,9 @@ class Folder:
             with np.load(io.BytesIO(storage.read_bytes(self._row_url(row), self.options))) as content:
                 facts = json.loads(str(content["facts"]))
                 parts = {name: np.array(content[name]) for name in content.files if name != "facts"}
-        except (zipfile.BadZipFile, ValueError, KeyError, EOFError):
+            return Embedded(dict(facts["fields"]), **parts), facts["version"]
+        except (zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError):
             return None
-        return Embedded(facts["fields"], **parts), facts["version"]
 
     def finish(
         self, rows: Sequence[int], index: pd.DataFrame | None, about: Mapping[str, Any], seen: Sequence[str]

@@ -26,7 +26,7 @@ from data_setup.readers.dicom import OCTHeader
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import is_image
 from data_setup.readers.makers import kinds
-from data_setup.readers.open_record import identify, kind_by_name, source_stat
+from data_setup.readers.open_record import identify, kind_by_name, source_digest, source_stat
 from data_setup.tables.text import PERSON_COLUMNS, clean_path, read_cells, read_table
 from finetuning.cohort.ledger import values_digest
 from utils import storage
@@ -222,10 +222,10 @@ def version_of(record: Record, options: StorageOptions) -> str:
     if is_special(record.url):
         return ""
     try:
-        source = source_stat(record, options)
+        source, digest = source_stat(record, options), source_digest(record, options)
     except (storage.StorageError, OCTReadError):
         return ""
-    return values_digest([record.url, source.size, source.etag_or_mtime])
+    return values_digest([record.url, source.size, source.etag_or_mtime, *filter(None, [digest])])
 
 
 def is_special(url: str) -> bool:

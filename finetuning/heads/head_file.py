@@ -8,7 +8,8 @@ The file holds tensors and plain values: kind ("head"), head (its weights), head
 num_outputs; task {kind, names, label_column, unit}; encoder {url, checksum}; encoder_weights (None: frozen);
 standardise {mean [F], std [F]} or None; normalisation and geometry of the store; config (YAML);
 participants {train, val}; pretraining_participants; validation (score, loss, chosen rates and epoch);
-calibration and familiarity (finetuning/heads/confidence.py) or None: older files have neither.
+calibration and familiarity (finetuning/heads/confidence.py) or None, spacings_mm {d, h} of the training
+volumes, to two digits: older files have none of these.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from data_setup.loader import EVALUATION_BATCH
 from data_setup.resample import rule_of
+from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import TRAIN, VAL, Cohort
 from finetuning.cohort.source import Source, find_checkpoint, require_known_place, warn_of_planes
@@ -114,8 +116,13 @@ def head_state(
 
 def common_state(source: Source, store: PreparedStore, people: dict[str, list[str]]) -> dict[str, Any]:
     """What the file of every head holds, of labels or of what lies on volumes; `people`: train and val."""
-    cfg = source.cfg
+    cfg, index = source.cfg, store.index
+    used = index[(index.status == KEPT) & index.person_id.isin(people["train"])]
     return {
+        "spacings_mm": {
+            axis: sorted({float(f"{mm:.2g}") for mm in used[f"spacing_before_{axis}"].dropna()})
+            for axis in "dh"
+        },
         "head_kind": cfg.head.kind,
         "hidden": cfg.head.hidden,
         "encoder": {"url": storage.absolute(source.url), "checksum": source.state["checksum"]},

@@ -114,7 +114,8 @@ class Files:
             try:
                 facts = asked.facts(scan.header)
                 line |= {name: facts[name] for name in ("laterality", "device", "protocol")}
-                return line | self._drawn(asked, scan) | {"warnings": cautions_of(scan.fields, None)}
+                warnings = cautions_of(scan.fields, None, self.head.state.get("spacings_mm", {}))
+                return line | self._drawn(asked, scan) | {"warnings": warnings}
             except OCTReadError as error:
                 return line | {"status": error.reason.value, "message": error.detail}
         assert fault.error is not None

@@ -41,6 +41,7 @@ from utils.terminal import say
 AT_ONCE = 20  # lines that a bucket gets together: an object cannot grow
 SAME = ("format", "precision", "anonymous", "fovea_option")  # of a line that is done
 NEEDED = ("path", "version", "status", "precision", "head_sha256")
+PLACES = ("file", "picture", "arrays")
 Line = dict[str, Any]
 WHOLE = "scan"  # the sector of a mean over the whole scan
 COLUMNS = {
@@ -59,6 +60,9 @@ FAULTS = {  # column of the index -> (value that is warned of, the line)
     "saturated_share": (0.05, "{:.0%} of the grey values are saturated"),
 }
 SPACING_MARGIN = 1.1  # beyond the protocols' own extremes
+FAR_SPACING = 1.5  # times the nearest one of training
+COMMONEST_MM = {"d": (0.238, 0.252), "h": (0.0038, 0.004)}  # Heidelberg's commonest raster is no other pitch
+NOTHING: Mapping[str, Sequence[float]] = {}
 AXES = {"d": "between B-scans", "h": "axial", "w": "between A-scans"}
 # what no eye of those that were measured shows (finetuning/embedding/volumes.py)
 UPRIGHT_SHARE, UPSIDE_DOWN_SHARE = 0.85, 0.15
@@ -143,8 +147,10 @@ class Lines:
                 continue
             try:
                 line = json.loads(text)
-                of_head = {key: line[key] for key in NEEDED}["head_sha256"]
-            except (ValueError, KeyError, TypeError) as error:
+                of_head, places = line["head_sha256"], (line.get(name) or "" for name in PLACES)
+                "".join([*(line[name] for name in NEEDED), *places])  # are texts
+                list(rows_of(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"{self.url}: expected lines of finetuning.predict, found another one ({error})"
                 ) from error
@@ -235,9 +241,13 @@ def rows_of(line: Line) -> Iterator[Row]:
         yield {"predicted": text, "label": name, "score": score, "probability": probability} | far
 
 
-def cautions_of(fields: Mapping[str, Any], percentile: float | None) -> list[str]:
-    """Warnings of one volume; `percentile` of its feature distance, None where the head knows none."""
-    texts = [*_looks(fields), *_spacing(fields)]
+def cautions_of(
+    fields: Mapping[str, Any], percentile: float | None, trained_mm: Mapping[str, Sequence[float]] = NOTHING
+) -> list[str]:
+    """Warnings of one volume; `percentile` of its feature distance, None where the head knows none;
+    `trained_mm`: spacings of the head's training volumes by axis, none of older heads.
+    """
+    texts = [*_looks(fields), *_spacing(fields, trained_mm)]
     if fields["valid_fraction"] < LOW_VALID_FRACTION:
         texts.append(f"{fields['valid_fraction']:.0%} of the grid lies inside the scan")
     if fields["lost_fraction"] > HIGH_LOST_FRACTION:
@@ -303,17 +313,23 @@ def _field(fields: Mapping[str, Any]) -> list[str]:
     return texts
 
 
-def _spacing(fields: Mapping[str, Any]) -> list[str]:
-    """Axes whose acquired spacing lies outside that of all known protocols."""
+def _spacing(fields: Mapping[str, Any], trained_mm: Mapping[str, Sequence[float]]) -> list[str]:
+    """Axes whose acquired spacing lies outside that of all known protocols, or far from training's."""
     texts = []
     for place, (axis, what) in enumerate(AXES.items()):
         known = [protocol.spacing_mm[place] for protocol in PROTOCOLS if protocol.is_volume]
         known += OTHER_RASTERS_MM[place]
         low, high = min(known) / SPACING_MARGIN, max(known) * SPACING_MARGIN
         value = float(fields[f"spacing_before_{axis}"])
+        trained = trained_mm.get(axis, ())
+        is_far = min((max(mm / value, value / mm) for mm in trained), default=1.0) > FAR_SPACING
+        least, most = COMMONEST_MM.get(axis, (0.0, 0.0))
         if not low <= value <= high:
-            texts.append(
-                f"spacing {what}: {1000 * value:.1f} um, outside {1000 * low:.1f} to {1000 * high:.1f} um, "
-                "the range of known protocols"
-            )
+            where = f"outside {1000 * low:.1f} to {1000 * high:.1f} um, the range of known protocols"
+        elif is_far and not least <= value <= most:
+            ends = f"{1000 * min(trained):.1f} to {1000 * max(trained):.1f} um"
+            where = f"far from all that the head was trained on, {ends}"
+        else:
+            continue
+        texts.append(f"spacing {what}: {1000 * value:.1f} um, {where}")
     return texts

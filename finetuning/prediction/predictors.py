@@ -96,7 +96,7 @@ class LabelPredictor:
             "probabilities": None if calibrated is None else named(names, calibrated),
             "feature_distance_percentile": percentile,
             "evidence": {"method": evidence.method, "of": evidence.of},
-            "warnings": cautions_of(volume.fields, percentile),
+            "warnings": cautions_of(volume.fields, percentile, self.head.state.get("spacings_mm", {})),
         }
         return FileAnswer(line, draw(self._page(volume, line, evidence, valid_BN)), {})
 
@@ -230,7 +230,7 @@ class DensePredictor:
         line = {
             self.kind.names: list(self.head.names),
             "feature_distance_percentile": percentile,
-            "warnings": cautions_of(volume.fields, percentile),
+            "warnings": cautions_of(volume.fields, percentile, self.head.state.get("spacings_mm", {})),
         }
         return self.answer_of(volume, result, line)
 

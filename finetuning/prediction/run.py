@@ -24,7 +24,8 @@ from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
 from finetuning.dense.kinds import KINDS
 from finetuning.dense.surfaces import read_foveas
-from finetuning.embedding.scans import Places, Scan, find_scans
+from finetuning.embedding.scans import Places as Places  # for the command
+from finetuning.embedding.scans import Scan, find_scans
 from finetuning.embedding.stream import Fault, read_ahead, rejected
 from finetuning.embedding.volumes import FileVolumes, Reject, Volume
 from finetuning.heads.head_file import Head, open_head

@@ -19,12 +19,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from utils.cli import announce, errors_in_one_line, require_there
+from utils.cli import announce, errors_in_one_line, require_folder, require_there
 from utils.help_pages import Parser, PeopleParser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The words of the command line; no torch is needed to read them."""
+    """The words of the command line; no torch is needed to read them. Raises UserError."""
     parser = PeopleParser("models.weights", __doc__ or "")
     verbs = parser.add_subparsers(dest="verb", required=True, parser_class=Parser)
     inspect = verbs.add_parser("inspect", help="what a file holds")
@@ -57,14 +57,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             exporter.error("--checkpoint: expected a checkpoint, or a head by --head, found neither")
         if args.head is not None and (args.portable is None or args.which != "target"):
             exporter.error("--head: expected it with --portable and --which target, found other words")
+        require_folder("--portable" if args.out is None else "--out", args.out, args.portable)
     return args
 
 
 def answer_early() -> None:
     """Refuse a wrong command line, or say what is begun, before torch is imported."""
-    words = vars(parse(None))
-    given = {name: words[name] for name in ("path", "checkpoint", "head", "folder") if words.get(name)}
     with errors_in_one_line():
+        words = vars(parse(None))
+        given = {name: words[name] for name in ("path", "checkpoint", "head", "folder") if words.get(name)}
         for name, place in given.items():
             require_there(f"--{name}" if name in ("checkpoint", "head") else name, place)
     places = ", ".join(given.values())

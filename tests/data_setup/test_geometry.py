@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydicom.datadict import tag_for_keyword
-from pydicom.dataset import FileDataset
+from pydicom.dataset import Dataset, FileDataset
 from pydicom.uid import ExplicitVRLittleEndian, JPEG2000Lossless
 
 from data_setup.manifest import Record, unknown_record
@@ -113,9 +113,20 @@ def at(level: str, **values: Any) -> Edit:
     return edit
 
 
+def region(code: str, meaning: str = "", of: str = "81745001") -> list[Dataset]:
+    """An AnatomicRegionSequence of a code with one modifier."""
+    return [item(CodeValue=of, AnatomicRegionModifierSequence=[item(CodeValue=code, CodeMeaning=meaning)])]
+
+
 def steps(mm: float) -> Edit:
     """ImagePositionPatient of every frame."""
     return in_frames("ImagePositionPatient", [[0, i * mm, 0] for i in range(COUNT)], "PlanePositionSequence")
+
+
+def numbered(ds: FileDataset) -> None:
+    """InStackPositionNumber of every frame, beside what its item has."""
+    for index, frame in enumerate(ds.PerFrameFunctionalGroupsSequence, start=1):
+        frame.FrameContentSequence[0].InStackPositionNumber = index
 
 
 def drop(keyword: str) -> Edit:
@@ -153,21 +164,18 @@ def another_shared_group(**values: Any) -> Edit:
 
 @pytest.mark.parametrize("upwards", [False, True])
 @pytest.mark.parametrize("syntax", [ExplicitVRLittleEndian, JPEG2000Lossless], ids=["native", "j2k"])
-@pytest.mark.parametrize(
-    "stated", ["positions", "references", "both", "numbers", "positions against numbers"]
-)
+@pytest.mark.parametrize("stated", ["positions", "references", "both", "numbers"])
 def test_interleaved_frames_give_the_ordered_volume(
     tmp_path: Path, stated: str, syntax: str, upwards: bool
 ) -> None:
     def write(name: str, order: Sequence[int]) -> tuple[np.ndarray, OCTHeader]:
-        numbers = order if stated == "numbers" else range(COUNT)
         path = write_opt(
             tmp_path,
             speckle(COUNT)[order],
             name=name,
             syntax=syntax,
-            edit=content([n + 1 for n in numbers]) if "numbers" in stated else None,
-            positions=chosen(STEPS, order) if stated.startswith(("positions", "both")) else None,
+            edit=content([n + 1 for n in order]) if stated == "numbers" else None,
+            positions=chosen(STEPS, order) if stated in ("positions", "both") else None,
             references=chosen(LINES, order) if stated in ("references", "both") else None,
         )
         volume = read_volume(path)
@@ -210,6 +218,7 @@ PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
 TIME, PLACE, OFFSET = "TemporalPositionIndex", "InStackPositionNumber", "TemporalPositionTimeOffset"
 VISITS = [(time, place) for place in range(1, 5) for time in (1, 2)]
+LOOSE = "UnassignedSharedConvertedAttributesSequence"
 RIGHT, LEFT = (1, 0, 0, 0, 0, -1), (-1, 0, 0, 0, 0, -1)
 TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
 
@@ -252,6 +261,23 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"positions": [[0, 0.12 * i + 0.04 * (i % 2), 0] for i in range(8)]}, MISSING, "two scans"),
         ({"positions": [[0, np.sin(i), np.cos(i)] for i in range(8)]}, VOLUME, "one line"),
         ({"positions": STEPS, "references": chosen(LINES, ORDER)}, MISMATCH, "another order"),
+        (
+            {"positions": STEPS, "edit": content([n + 1 for n in ORDER])},
+            MISMATCH,
+            "frames in the order of InStackPositionNumber, found another order in ImagePositionPatient",
+        ),
+        ({"references": LINES, "edit": content([n + 1 for n in ORDER])}, MISMATCH, "ReferenceCoordinates"),
+        ({"positions": STEPS, "edit": content(range(8, 0, -1))}, None, ""),  # from the other end
+        (
+            {"edit": dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE), "positions": STEPS},
+            MISMATCH,
+            "of DimensionIndexValues, found another order in ImagePositionPatient",
+        ),
+        (
+            {"edit": all_of(dimensions([[n + 1] for n in ORDER], PLACE), numbered)},
+            MISMATCH,
+            "of InStackPositionNumber, found another order in DimensionIndexValues",
+        ),
         ({"references": [*LINES[:3], TO_LEFT[3], *LINES[4:]]}, VOLUME, "B-scan 4"),
         ({"references": TO_LEFT}, MISMATCH, "right to left"),
         ({"edit": directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4])}, VOLUME, "B-scan 4"),
@@ -269,6 +295,41 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"edit": at("root", Laterality="L")}, MISMATCH, "R (ImageLaterality) and L (Laterality)"),
         ({"edit": at(f"shared {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
         ({"edit": at(f"half {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
+        (
+            {"edit": at(f"frames {ANATOMY}", FrameLaterality="B")},
+            MISMATCH,
+            "R (ImageLaterality) and both eyes",
+        ),
+        ({"edit": at("root", ImageLaterality="B")}, MISMATCH, "found both eyes (ImageLaterality)"),
+        (
+            {"edit": at(f"half {ANATOMY}", FrameLaterality="U")},
+            MISMATCH,
+            "and another value (FrameLaterality",
+        ),
+        ({"edit": at(f"half {ANATOMY}", FrameLaterality="UNKNOWN")}, None, ""),
+        (
+            {"edit": at("root", AnatomicRegionSequence=region("7771000"))},
+            MISMATCH,
+            "and L (AnatomicRegionMod",
+        ),
+        (
+            {"edit": at("root", AnatomicRegionSequence=region("X", "left"))},
+            MISMATCH,
+            "and L (AnatomicRegionMod",
+        ),
+        ({"edit": at("root", AnatomicRegionSequence=region("24028007"))}, None, ""),
+        ({"edit": at("root", AnatomicRegionSequence=region("260521003", "Internal"))}, None, ""),
+        (
+            {"edit": at("root", AnatomicRegionSequence=region("", of="8966001"))},
+            MISMATCH,
+            "L (AnatomicRegionS",
+        ),
+        (
+            {"edit": at(f"half {ANATOMY}", AnatomicRegionSequence=region("G-A102"))},
+            MISMATCH,
+            "both eyes (AnatomicRegionModifierSequence in PerFrameFunctionalGroupsSequence)",
+        ),
+        ({"edit": at(f"shared {LOOSE}", FrameLaterality="L")}, MISMATCH, "and L (FrameLaterality in Shared"),
         ({"edit": at("root", PixelSpacing=[0.0039, 0.03])}, MISMATCH, "(shared) and 0.0039 mm (root)"),
         ({"edit": at(f"frames {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
         ({"edit": at(f"half {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),

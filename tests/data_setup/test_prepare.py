@@ -35,7 +35,7 @@ from data_setup.store.summary import summarise, table
 from data_setup.store.writer import StoreWriter
 from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT
-from tests.support.prepare_runs import CONFIG, arguments, contents, dicoms, start, unname_planes
+from tests.support.prepare_runs import CONFIG, arguments, contents, dicoms, start, swap_unseen, unname_planes
 from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
@@ -124,6 +124,15 @@ def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_p
     os.utime(dicoms(own_tree)[0], ns=(1, 1))
     main(arguments(own_tree, store))
     assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+    swap_unseen(dicoms(own_tree)[1])
+    main(arguments(own_tree, store))
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
+    row = store / "rows" / "000000.json"
+    written = json.loads(row.read_text())
+    row.write_text(json.dumps({name: v for name, v in written.items() if name != "source_digest"}))
+    main(arguments(own_tree, store))  # a row of before has no digest: it counts, and gets one
+    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
+    assert json.loads(row.read_text()) == written
 
 
 def test_an_older_store_is_gone_on_with_by_its_own_rule(

@@ -232,6 +232,9 @@ SOUND |= {"signal_db": 15.0, "clipped_share": 0.0, "motion_um": 4.0, "missing_sh
 SOUND |= {"saturated_share": 0.001}
 
 
+FAR = "far from all that the head was trained on, 47.0 to 50.0 um"
+
+
 def test_cautions_name_what_is_out_of_range() -> None:
     fields = SOUND
     assert cautions_of(fields, 50.0) == []
@@ -244,6 +247,18 @@ def test_cautions_name_what_is_out_of_range() -> None:
     ]
     for known in (0.12, 0.24, 0.25, 3 / 320):  # Heidelberg's rasters, and angiography over 3 x 3 mm
         assert cautions_of(fields | {"spacing_before_d": known, "spacing_before_w": 0.0057}, None) == []
+        at_hand = fields | {"spacing_before_d": known}
+        few = cautions_of(at_hand, None, {"d": [0.047, 0.05], "h": [0.0026]})
+        assert few == (
+            [] if known in (0.24, 0.25) else [f"spacing between B-scans: {1000 * known:.1f} um, {FAR}"]
+        )
+    for h, trained, is_far in (
+        (0.0019, [0.0039], True),
+        (0.0039, [0.0019], False),
+        (0.0019, [0.0026], False),
+    ):
+        warned = cautions_of(fields | {"spacing_before_h": h}, None, {"d": [0.047], "h": trained})
+        assert any("axial: 1.9 um, far from" in text for text in warned) == bool(warned) == is_far
     (axial,) = cautions_of(fields | {"spacing_before_h": 0.026}, None)
     assert axial.startswith("spacing axial: 26.0 um, outside ")
     (far,) = cautions_of(fields, 99.5)

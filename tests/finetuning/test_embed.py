@@ -145,11 +145,17 @@ def test_only_what_changed_is_embedded_again(
     index.to_parquet(store / "index.parquet", index=False)
     row = out / "rows" / "000002.npz"
     row.write_bytes(row.read_bytes()[:100])
+    others = [out / "rows" / f"00000{number}.npz" for number in (7, 8, 9)]
+    np.savez(others[0], facts="3")
+    np.savez(others[1], facts='{"version": "x"}')
+    np.savez(others[2], facts='{"version": "x", "fields": {}}', more=np.zeros(2))
     before = {path.name: path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
     assert main(words) == 0
-    assert "10 volumes with features, 0 without; embedded now 3, before 7" in capfd.readouterr().out
+    assert "10 volumes with features, 0 without; embedded now 6, before 4" in capfd.readouterr().out
     after = {path.name: path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
-    assert {name for name in after if after[name] != before[name]} == {f"00000{n}.npz" for n in (2, 3, 5)}
+    assert {name for name in after if after[name] != before[name]} == {
+        f"00000{n}.npz" for n in (2, 3, 5, 7, 8, 9)
+    }
     second, unbroken = (pd.read_parquet(folder / "features.parquet") for folder in (out, done))
     assert (first["split"][6], second["split"][6]) == ("test", "train")
     changed = np.abs(features(second) - features(unbroken)).max(axis=1) > 0
@@ -193,6 +199,12 @@ def test_another_question_needs_another_folder(
 ) -> None:
     words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out"]
     before = (done / "embed.json").read_text()
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for text in (before[:9], "[1]", "null", ""):
+        (damaged / "embed.json").write_text(text)
+        with pytest.raises(UserError, match=r"embed\.json: expected .* of finetuning\.embed, found another"):
+            main([*words, str(damaged)])
     with pytest.raises(UserError, match=r"embed\.json: patches: expected false of this command, found true"):
         main([*words, str(done)])
     assert (done / "embed.json").read_text() == before
@@ -207,7 +219,7 @@ def test_another_question_needs_another_folder(
     with pytest.raises(
         UserError, match=r"--dicom: expected a DICOM file or a folder, found none at .*absent"
     ):
-        main([*words[:2], "--out", str(done), "--dicom", str(tmp_path / "absent")])
+        main([*words[:2], "--out", str(done), "--dicom", str(tmp_path / "absent"), str(world)])
 
 
 def test_dicom_files_have_the_features_of_their_volumes_in_the_store(

@@ -75,11 +75,13 @@ def test_the_command_trains_and_says_what_is_next(
     monkeypatch.setattr(
         kept.KeptFeatures, "compute", lambda self, rows: forbidden() if len(rows) else iter(())
     )
-    run = probe.parent / "again"
+    run = probe.parent / "again $\n"
     assert main(["--config", TASK, f"model.checkpoint={checkpoint}", f"run.dir={run}", *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.count("kept") == 1
-    assert f"next: python -m finetuning.evaluate --head {run}/checkpoints/head.pt" in out
+    assert (
+        f"next: python -m finetuning.evaluate --head '{probe.parent}/again $\\n/checkpoints/head.pt'" in out
+    )
     assert "Chosen only on validation" in out
     store = PreparedStore.open(load_checkpoint_config(checkpoint).data.store)
     splits = [set(store.index.loc[rows, "split"]) for rows in asked]
@@ -160,6 +162,13 @@ def test_mistakes_are_one_line(
     assert "train.ckpt_dir: expected a folder for the head" in fails(*use, "train.ckpt_dir=null")
     assert "model.size: expected s of the configuration, found ti" in fails(*use, "model.size=s")
     assert "eval.protocol: expected official, found crossfit" in fails(*use, "eval.protocol=crossfit")
+    run = tmp_path / "a \x1b run"
+    for name, content in (("config.yaml", b"\xff"), ("config.yaml", None), ("log.txt", None)):
+        shutil.rmtree(run, ignore_errors=True)
+        (run / name).parent.mkdir()
+        (run / name).mkdir() if content is None else (run / name).write_bytes(content)
+        line = fails(*use, *QUICK, f"run.dir={run}")
+        assert f"{name}: expected {'a file, found a folder' if content is None else 'UTF-8 text'}" in line
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "expected one process" in fails(*use, "data.workers=0")
 

@@ -5,6 +5,7 @@ that read back as they were; and the tables of a study: thickness, foveas, agree
 from __future__ import annotations
 
 import csv
+import json
 import os
 import resource
 from dataclasses import replace
@@ -49,6 +50,7 @@ from tests.support.dicom_factory import speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.heights_factory import SMOKE, make_tree
 from tests.support.import_factory import anatomical_affine, write_folder, write_images, write_tiff, write_yaml
+from tests.support.prepare_runs import swap_unseen
 from utils.config.load import load_config
 from utils.config.schema import Config, StorageOptions
 from utils.errors import UserError
@@ -800,7 +802,7 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     file.write_text(written.replace(', "schema_version": 2', ""))  # as the first lines were
     assert done() == {str(scan) for scan in scans[:2]}
     file.write_text(written)
-    scans[0].write_bytes(b"another")
+    swap_unseen(scans[0])
     assert done() == {str(scans[1])}
     with pytest.raises(UserError, match=r"expected lines of the head with sha256 2222.*give another --out"):
         start(head_sha256="2" * 64)
@@ -816,6 +818,16 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     lines.close()
     assert file.stat().st_size == size  # no half line
-    file.write_text("mine\n")
-    with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
-        start()
+    line = json.loads(written.splitlines()[0])
+    edits = (
+        {"path": [1]},
+        {"picture": 5},
+        {"file": 3},
+        {"scores": 3},
+        {"classes": {"fluid": {}}},
+        {"status": 1},
+    )
+    for text in ("mine\n", *(json.dumps(line | edit) + "\n" for edit in edits)):
+        file.write_text(text)
+        with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):
+            start()

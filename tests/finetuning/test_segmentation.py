@@ -134,6 +134,8 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     assert "CHOROID" in (tmp_path / "study.csv").read_text()
     assert yaml.safe_load((tmp_path / "label_classes.yaml").read_text()) == {6: "ONL", 10: "CHOROID"}
     head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
+    pitch = volumes.store.index.spacing_before_d[volumes.of(TRAIN)]
+    assert head.state["spacings_mm"]["d"] == sorted({float(f"{mm:.2g}") for mm in pitch}) != []
     kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME)
     expected = segmentation.ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
         head.arms[0].decoder, row
@@ -142,7 +144,7 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
     box = volumes.field(row)
     assert np.mean(volumes.place_of[drawn][box] == expected[box]) > 0.9
-    assert predict_command.main([*changes[:2], "--files", str(tmp_path / "no.dcm"), *changes[4:]]) == 1
+    assert predict_command.main([*changes[:4], str(tmp_path / "no.dcm"), *changes[4:]]) == 1
     first, second = (json.loads(text) for text in (tmp_path / "segments.jsonl").read_text().splitlines())
     assert (first, second["status"]) == (line, "missing_file")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,10 @@ import pytest
 from data_setup import expand, prepare
 from data_setup.index import cli as index
 from data_setup.loader import LoaderError, LostWorkerError
-from finetuning import evaluate
+from data_setup.store.place import check_store
+from finetuning import embed, evaluate, predict
+from finetuning.cohort.early import check_task
+from models.weights import words as weights
 from pretraining import train as loop
 from pretraining.gauges.monitor import FrozenTargetError, LeakError
 from tests.support.cloud_servers import log_in
@@ -201,3 +205,44 @@ def test_a_bucket_away_is_75_of_every_command(
     }[command]
     assert exit_code(run) == EXIT_TRY_AGAIN
     assert "gave up after 2 attempts" in capsys.readouterr().err
+
+
+PROBE = str(ROOT / "configs" / "cls_linear_probe.yaml")
+EARLY: dict[str, Callable[[str, str], object]] = {  # of an output, and of a scan
+    "predict": lambda out, scan: predict.main(
+        ["--checkpoint=.", f"--out={out}", "--files", scan, f"{scan}2"]
+    ),
+    "embed": lambda out, scan: embed.main(["--checkpoint=.", f"--out={out}", "--dicom", scan]),
+    "export": lambda out, _: weights.parse(["export", "--checkpoint=.", f"--portable={out}"]),
+    "train": lambda out, _: check_task(PROBE, ["model.checkpoint=.", f"run.dir={out}"]),
+    "pretrain": lambda out, _: check_store(str(SMOKE), [f"train.ckpt_dir={out}"]),
+}
+
+
+@pytest.mark.parametrize("command", EARLY)
+def test_places_that_cannot_be_are_refused_before_torch_is_imported(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("prediction", "embedding"):
+        monkeypatch.setitem(sys.modules, f"finetuning.{name}.run", None)  # no import of it succeeds
+    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path / "closed")
+    (tmp_path / "closed").mkdir()
+    scan = tmp_path / "eye.nii"
+    scan.touch()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for out in ("eye.nii", "eye.nii/below/it", "pipe", "gone/out", "closed/a/b"):
+        is_closed = out.startswith("closed")
+        what = "one without permission" if is_closed else f"none at {tmp_path / out.partition('/')[0]}"
+        with pytest.raises(UserError, match=f"{out}: expected a folder that can be written, found {what}"):
+            EARLY[command](str(tmp_path / out), str(scan))
+    if command == "predict":
+        with pytest.raises(UserError, match="--fovea: expected centre, "):
+            predict.main(["--checkpoint=.", "--fovea=middle", f"--out={tmp_path}", "--files", str(scan)])
+    if command in ("predict", "embed"):
+        with pytest.raises(
+            UserError, match=r"--(files|dicom) .*no\.nii: expected a file or a folder, found no"
+        ):
+            EARLY[command](str(tmp_path / "new"), str(tmp_path / "no.nii"))
+        with pytest.raises(UserError, match="--out: expected a folder, found ''"):
+            EARLY[command]("", str(scan))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,8 +220,10 @@ def test_a_renewal_that_fails_is_a_warning_and_the_lease_goes_on_later(
             time.sleep(0.02)
 
 
-def test_a_damaged_lease_is_named(tmp_path: Path) -> None:
-    (tmp_path / "lease_000001.json").write_text("{")
+@pytest.mark.parametrize("edit", [{"expires": "tomorrow"}, {"pid": None}, {"more": 1}, None])
+def test_a_damaged_lease_is_named(tmp_path: Path, edit: dict[str, Any] | None) -> None:
+    holder = json.loads(Lease(str(tmp_path), None)._text())
+    (tmp_path / "lease_000001.json").write_text(json.dumps(holder | edit) if edit else "{")
     with (
         pytest.raises(UserError, match=r"lease_000001\.json: expected a lease, found damage"),
         hold(str(tmp_path)),

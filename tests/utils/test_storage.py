@@ -101,6 +101,19 @@ def test_missing_object_names_the_url_and_survives_pickling(root: str) -> None:
     assert (error.url, str(error)) == (url, f"{url}: not found")
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_file_where_a_folder_would_be_is_named(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    url = str(tmp_path / place / "one")
+    for write in (
+        partial(storage.write_bytes, data=b""),
+        partial(storage.create, data=b""),
+        storage.make_dirs,
+    ):
+        with pytest.raises(storage.StorageError, match=r"one: expected a folder, found a file at .*/file"):
+            write(url)
+
+
 class _Unreadable(torch.utils.data.Dataset[int]):
     def __len__(self) -> int:
         return 1

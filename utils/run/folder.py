@@ -40,7 +40,7 @@ def check_run_dir(cfg: Config) -> None:
     """A resumed run must have the same configuration, except for the keys that may change (schema.py)."""
     path = Path(cfg.run.dir) / "config.yaml"
     if path.exists():
-        began_as = config_of_yaml(path.read_text(), str(path), to_go_on=True)
+        began_as = config_of_yaml(storage.read_text(str(path)), str(path), to_go_on=True)
         refuse_changes(began_as, cfg, str(path), moved=keys_with("is_place"))
 
 

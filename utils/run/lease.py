@@ -161,7 +161,9 @@ class Lease:
             return 0, None
         url = self._url(number)
         try:
-            return number, Holder(**json.loads(storage.read_text(url, self.options)))
+            holder = Holder(**json.loads(storage.read_text(url, self.options)))
+            sum((holder.pid, holder.process_start, holder.since, holder.expires))  # are numbers
+            return number, holder
         except storage.StorageNotFoundError:
             return number, None
         except (ValueError, TypeError) as error:

@@ -24,6 +24,7 @@ from utils.run.folder import LOG, METRICS, bring_back, claim_run_dir, save_last_
 from utils.run.line import TrainingLine
 from utils.run.skipped_updates import NotFiniteError
 from utils.runtime.single import Runtime, StopRequested
+from utils.storage.errors import named_errors
 
 log = logging.getLogger(__name__)
 DATA_LICENCE = (
@@ -57,9 +58,10 @@ class RunLog:
 
     def __init__(self, cfg: Config, start_step: int, total_steps: int, *, synthetic: bool) -> None:
         self._cfg, self.run_dir = cfg, Path(cfg.run.dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        bring_back(cfg, start_step)
-        log_to_file(self.run_dir / LOG)
+        with named_errors(str(self.run_dir / LOG)):
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            bring_back(cfg, start_step)
+            log_to_file(self.run_dir / LOG)
         self._writers = _open_writers(cfg, start_step, synthetic)
         self._metrics = LineFile(self.run_dir / METRICS)
         self._line = TrainingLine(start_step, total_steps)

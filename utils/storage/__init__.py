@@ -38,6 +38,7 @@ from utils.storage.errors import has_login, missing_bucket, named_errors, redact
 from utils.storage.local_writes import PARTIAL_SUFFIX as PARTIAL_SUFFIX
 from utils.storage.local_writes import (
     link_once,
+    make_folder,
     replace_whole,
     sync_folder,
     unique_partial,
@@ -335,7 +336,7 @@ def make_dirs(url: str, options: StorageOptions | None = None) -> None:
     """Make a folder and its parents; buckets have no folders, so nothing happens there."""
     if not is_remote(url):
         with named_errors(url):
-            os.makedirs(split_scheme(url)[1], exist_ok=True)
+            make_folder(Path(split_scheme(url)[1]))
 
 
 def stat(url: str, options: StorageOptions | None = None) -> ObjectStat:

@@ -221,6 +221,8 @@ def storage_error(url: str, error: BaseException) -> StorageError:
         )
     if isinstance(error, IsADirectoryError):
         return StorageError(url, "expected a file, found a folder")
+    if isinstance(error, FileExistsError):
+        return StorageError(url, f"expected a folder, found a file at {error.filename}; give another place")
     if isinstance(error, ImportError):
         package = {"s3": "s3fs", "gs": "gcsfs"}.get(scheme, error.name or "its fsspec client")
         package = f"'{package}{VERSIONS[package]}'" if package in VERSIONS else package

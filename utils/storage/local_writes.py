@@ -18,11 +18,19 @@ from utils.storage.errors import split_scheme
 PARTIAL_SUFFIX = ".partial"  # of an unfinished write; listings hide it
 
 
+def make_folder(folder: Path) -> None:
+    """Make it and those above; raises FileExistsError where one of them is a file."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except NotADirectoryError as error:
+        raise FileExistsError(*error.args, str(next(p for p in folder.parents if p.exists()))) from error
+
+
 def unique_partial(path: Path, staging: str | None) -> Path:
     """A new name for an unfinished file, in `staging` when that is on the disk of the target."""
     folder = path.parent
     if staging is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         other = Path(split_scheme(staging)[1])
         if other.stat().st_dev == folder.stat().st_dev:
             folder = other
@@ -35,7 +43,7 @@ def replace_whole(partial: Path, data: bytes | memoryview | Chunks, target: Path
 
     False, with nothing written, while another process writes a file of that name.
     """
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(partial.parent)
     with open(partial, "ab") as file:
         if not _lock(file, partial):
             return False
@@ -66,7 +74,7 @@ def _lock(file: IO[bytes], partial: Path) -> bool:
 
 def write_new(path: Path, data: bytes | memoryview, mode: str = "wb") -> None:
     """Write a file to the disk itself, and make its folder; an error leaves no file behind."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = open(path, mode)  # noqa: SIM115 (outside: mode "xb" must not remove the file that it finds)
     try:
         with file:

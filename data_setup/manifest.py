@@ -285,7 +285,6 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
 FILTERED = {  # data.* filter -> record field and store column
     "device_filter": "device",
     "protocol_filter": "protocol",
-    "region_filter": "region",
     "laterality_filter": "laterality",
 }
 
@@ -298,7 +297,6 @@ def wanted_values(cfg: Config, named: Mapping[str, Iterable[str]]) -> dict[str, 
     usual = {
         "device_filter": set(DEVICES),
         "protocol_filter": {p.name for p in volumes},
-        "region_filter": {p.region for p in volumes},
         "laterality_filter": {"L", "R"},
     }
     filters = {}

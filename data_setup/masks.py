@@ -18,6 +18,7 @@ from utils.config.schema import Config, MaskFamily
 from utils.errors import ConfigError
 
 MAX_REDRAWS = 100
+ASPECTS = 0.75, 1.5  # height / width of a block in tokens, as V-JEPA's
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def _block_size(
     # A box takes the same share of D as of a plane's sides, so scale is its share of the whole grid.
     d = size_d if family.tube else max(1, round(size_d * family.scale ** (1 / 3)))
     area = size_h * size_w * (family.scale if family.tube else family.scale ** (2 / 3))
-    aspect = rng.uniform(*family.aspect)
+    aspect = rng.uniform(*ASPECTS)
     w = min(max(1, round(math.sqrt(area / aspect)), math.ceil(area / size_h)), size_w)
     # Where the wanted width does not fit, the height makes up for it; the line above does the reverse.
     h = math.sqrt(area * aspect) if math.sqrt(area / aspect) <= size_w else area / size_w

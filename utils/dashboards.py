@@ -163,7 +163,7 @@ class WandbWriter:
         if self._run is None or not self._takes_artifacts or self._run.offline:
             return
         if storage.is_remote(url):
-            log.warning("wandb.log_artifacts: %s stays in its bucket, Weights & Biases gets no copy", url)
+            log.warning("wandb.send: %s stays in its bucket, Weights & Biases gets no copy", url)
             return
         self._send(lambda run: run.log_artifact(url, name=f"{name}-{run.id}", type="model"))
 
@@ -207,11 +207,12 @@ def start_wandb(cfg: Config, run_dir: Path) -> Any | None:
         text = "wandb.mode: online was asked for, but no API key was found; %s until the next start; %s"
         log.warning(text, "logging offline", LOG_IN)
         mode = "offline"
+    entity, _, project = cfg.wandb.project.rpartition("/")
     units = {name: key.unit for name, key in keys().items() if key.unit and "[]" not in name}
     begin = partial(
         wandb.init,
-        project=os.environ.get("WANDB_PROJECT", cfg.wandb.project),
-        entity=os.environ.get("WANDB_ENTITY", cfg.wandb.entity),
+        project=os.environ.get("WANDB_PROJECT", project),
+        entity=os.environ.get("WANDB_ENTITY", entity or None),
         name=os.environ.get("WANDB_NAME", cfg.experiment_name),
         # wandb itself reads these two once a process, and one process may hold several runs
         group=os.environ.get("WANDB_RUN_GROUP"),

@@ -37,7 +37,6 @@ BASE = (
     "train.keep_last=1",
     "train.use_bf16=false",
     "val.max_volumes=256",
-    "probe.max_volumes=64",
     "data.workers=0",
     "wandb.mode=disabled",
 )

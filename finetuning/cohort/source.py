@@ -37,7 +37,7 @@ BEST_FIRST = ("best_probe.pt", "best_rankme.pt")
 NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 log = logging.getLogger(__name__)
 # what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
-MAY_CHANGE = ("data.", "eval.", "probe.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
+MAY_CHANGE = ("data.", "eval.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
 PLAIN = "features are of plain volumes"
 ONE_FILE = "only head.pt is written"
 # key, or section with a dot at its end -> what is done instead

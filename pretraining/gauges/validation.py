@@ -310,10 +310,8 @@ def probe_sides(run: Run) -> list[np.ndarray]:
     sides, or no target has two classes on both.
     """
     rows = run.rows
-    sides = [
-        choose_rows(side, rows.label_of_row, run.cfg.probe.max_volumes)
-        for side in (rows.train, rows.official_val)
-    ]
+    most = run.cfg.val.max_volumes
+    sides = [choose_rows(side, rows.label_of_row, most) for side in (rows.train, rows.official_val)]
     people = [{rows.person_of_row[int(r)] for r in side} for side in sides]
     is_useful = any(
         all(len(classes_of(side, of_row)) > 1 for side in sides) for of_row in targets_of(run).values()

@@ -368,7 +368,6 @@ def mixed_tree(root: Path) -> None:
         ("data.device_filter=[topcon_triton,zeiss_cirrus]", 4),
         ("data.protocol_filter=[cirrus_mac_oct_oct]", 2),
         ("data.protocol_filter=[triton_macula_6x6_oct]", 2),  # the version 2 name
-        ("data.region_filter=[Macula]", 4),
         ("data.laterality_filter=[L]", 3),
     ],
 )
@@ -393,7 +392,6 @@ def test_single_domain_is_one_device(tmp_path: Path) -> None:
     [
         ("data.device_filter=[topcon_tritan]", "topcon_triton"),
         ("data.protocol_filter=[spectralis_onh_rc_hr_oct_oct]", "cirrus_disc_oct_oct"),  # no volume
-        ("data.region_filter=[macula]", "Macula, 6 x 6"),
         ("data.laterality_filter=[both]", "L, R"),
         ("data.device_filter=[]", "topcon_triton"),
     ],
@@ -520,7 +518,6 @@ def test_names_of_ones_own_are_allowed_in_filters(tmp_path: Path) -> None:
     for override in (
         "data.device_filter=[bioptigen]",
         "data.protocol_filter=[radial_x]",
-        "data.region_filter=[Fovea]",
         "data.laterality_filter=[OD]",
     ):
         listing = read_records(own_config(tmp_path, override))
@@ -532,12 +529,12 @@ def test_names_of_ones_own_are_allowed_in_filters(tmp_path: Path) -> None:
 
 
 def test_a_store_takes_the_names_that_it_has(tmp_path: Path) -> None:
-    columns = ["device", "protocol", "region", "laterality"]
-    index = pd.DataFrame([["bioptigen", "p", "Fovea", "L"], ["optovue", "q", None, "R"]], columns=columns)
+    columns = ["device", "protocol", "laterality"]
+    index = pd.DataFrame([["bioptigen", "p", "L"], ["optovue", None, "R"]], columns=columns)
     chosen = select_wanted(config(tmp_path, "data.device_filter=[optovue]"), index)
-    assert chosen.protocol.tolist() == ["q"]
-    with pytest.raises(ConfigError, match=r"expected some of Fovea, .*found 'fovea'"):
-        select_wanted(config(tmp_path, "data.region_filter=[fovea]"), index)
+    assert chosen.laterality.tolist() == ["R"]
+    with pytest.raises(ConfigError, match=r"expected some of p, .*found 'P'"):
+        select_wanted(config(tmp_path, "data.protocol_filter=[P]"), index)
 
 
 def test_only_a_manifest_at_its_own_place_may_lack_participants(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_impossible_blocks_are_a_config_error() -> None:
 
 def test_blocks_fit_narrow_grids() -> None:
     """A side that does not fit is cut, and the other one makes up for it."""
-    plan = MaskPlan((2, 3, 40), 60, 100, (MaskFamily(scale=0.5, tube=True, aspect=(1.0, 1.0)),))
+    plan = MaskPlan((2, 3, 40), 60, 100, (MaskFamily(scale=0.5, tube=True),))
     context, target = draw_mask(np.random.RandomState(0), plan, np.ones(240, dtype=bool))
     assert (len(context), len(target)) == (60, 100)
 

@@ -149,7 +149,7 @@ def test_a_run_that_copies_its_targets_reads_above_a_half_and_alarms(
     monkeypatch.setattr(Predictor3D, "forward", hand_on)
     monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.SIZES["nano"])
     monkeypatch.setattr("pretraining.run.VAL_FRACTION", 0.7)
-    many = "train.max_steps=30", "train.val_every_steps=15", "probe.max_volumes=1"
+    many = "train.max_steps=30", "train.val_every_steps=15"
     quiet = "train.ckpt_dir=null", "wandb.mode=disabled", "train.log_every_steps=15", f"run.dir={tmp_path}"
     assert train(pipeline_config(folder, *many, *quiet, *NO_PENALTY)) == 0
     series, _, alarms = _series((tmp_path / "metrics.jsonl").read_text(), tmp_path)
@@ -207,7 +207,7 @@ def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
     run_dir = tmp_path / "shared"
     overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "seed=1"]
     monkeypatch.setattr("pretraining.run.VAL_FRACTION", counted_validation.VAL_FRACTION)
-    overrides += ["val.max_volumes=17", "probe.max_volumes=7"]
+    overrides += ["val.max_volumes=17"]
     module = "tests.support.counted_validation"
     run_two(command(folder, *overrides, "data.workers=1", module=module), run_dir)
     alone = open_run(pipeline_config(folder, *overrides), CPU)
@@ -221,7 +221,7 @@ def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
         assert {name for name, value in numbers.items() if value is not None} == set(measured)
         assert {name: numbers[name] for name in measured} == pytest.approx(measured, rel=1e-4)
         reads = [path.name.split("_") for path in (run_dir / "reads").glob(f"{rank}_*")]
-        assert len(reads) <= math.ceil(17 / 2) + math.ceil(4 / 2) + math.ceil(7 / 2)
+        assert len(reads) <= sum(math.ceil(volumes / 2) for volumes in (17, *sides))
         assert all(process != "own" for _, process, _, _ in reads), "a worker's work"
     rows = {int(path.name.split("_")[2]) for path in (run_dir / "reads").iterdir()}
     assert len(rows) == 17 + sum(sides), "every volume was read by somebody"

@@ -39,7 +39,7 @@ TINY = {
     "pretraining.train": f"{GRID} data.workers=0 model.size=ti method.predictor_depth=2 "
     "method.predictor_width=64 train.global_batch_size=4 train.per_core_batch_size=4 train.max_steps=2 "
     "train.val_every_steps=2 train.ckpt_every_steps=2 train.log_every_steps=1 train.use_bf16=false "
-    "val.max_volumes=8 probe.max_volumes=64 wandb.mode=disabled",
+    "val.max_volumes=8 wandb.mode=disabled",
     "finetuning.train": "data.workers=0 train.epochs=1 wandb.mode=disabled",
     "finetuning.compare": "--columns devices",
 }

@@ -44,7 +44,6 @@ def pipeline_overrides(folder: Path) -> list[str]:
         "train.ckpt_every_steps=2",
         "train.log_every_steps=1",
         "val.max_volumes=256",
-        "probe.max_volumes=256",
         "data.workers=0",
         "train.use_bf16=false",
         "optim.base_lr=5e-4",

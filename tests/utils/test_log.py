@@ -110,21 +110,22 @@ def test_a_wrong_key_costs_one_warning(
 
 
 def test_the_environment_wins_over_project_and_entity(no_key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a sweep, whose agent sets both."""
-    places: list[tuple[str, str]] = []
+    """As of a sweep, whose agent sets both; without an entity W&B takes the account's."""
+    places: list[tuple[str, str | None]] = []
     monkeypatch.setattr(wandb, "init", lambda **words: places.append((words["project"], words["entity"])))
-    cfg = small_config("vjepa2", "wandb.project=eyes", "wandb.entity=lab")
+    cfg = small_config("vjepa2", "wandb.project=lab/eyes")
     for name in ("WANDB_PROJECT", "WANDB_ENTITY"):
         monkeypatch.delenv(name, raising=False)
     start_wandb(cfg, no_key)
+    start_wandb(small_config("vjepa2"), no_key)
     monkeypatch.setenv("WANDB_PROJECT", "sweeps")
     monkeypatch.setenv("WANDB_ENTITY", "another")
     start_wandb(cfg, no_key)
-    assert places == [("eyes", "lab"), ("sweeps", "another")]
+    assert places == [("eyes", "lab"), ("oct-foundation", None), ("sweeps", "another")]
 
 
 def test_pictures_of_participants_are_announced(no_key: Path, caplog: pytest.LogCaptureFixture) -> None:
-    overrides = ["wandb.mode=disabled", "wandb.log_images=true", f"run.dir={no_key / 'run'}"]
+    overrides = ["wandb.mode=disabled", "wandb.send=images", f"run.dir={no_key / 'run'}"]
     with caplog.at_level(logging.WARNING):
         run_log = RunLog(small_config("vjepa2", *overrides), 0, 10, synthetic=False)
     run_log.close()
@@ -154,10 +155,10 @@ class OnlineRun:
     ("synthetic", "asked", "sent"),
     [
         (False, [], []),
-        (False, ["wandb.log_images=true"], ["masks/a"]),
-        (False, ["wandb.log_artifacts=true"], ["best.pt"]),
+        (False, ["wandb.send=images"], ["masks/a"]),
+        (False, ["wandb.send=artifacts"], ["best.pt"]),
         (True, [], ["masks/a", "best.pt"]),
-        (True, ["wandb.log_images=false", "wandb.log_artifacts=false"], []),
+        (True, ["wandb.send=nothing"], []),
     ],
 )
 def test_pictures_and_checkpoints_of_participants_leave_only_when_asked_for(

@@ -43,7 +43,6 @@ def overrides(folder: Path) -> list[str]:
         f"train.max_steps={STEPS}",
         f"train.val_every_steps={STEPS}",
         "val.max_volumes=256",
-        "probe.max_volumes=256",
         "train.ckpt_dir=null",
         "data.workers=0",
         "wandb.mode=disabled",

@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
     InterpolationToMissingValueError,
@@ -39,7 +39,7 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     **_gone("augment", flip_w_prob=0.5, gain=0.2, gamma=0.3, intensity_prob=0.8, noise_std=0.1),
     **_gone("augment", rotate_dw_deg=10.0, rotate_hw_deg=3.0, scale_range=[0.9, 1.1], shift_fraction=0.05),
     **_gone("data", data_timeout_s=600.0, drop_last=True, persistent_workers=True, pin_memory=False),
-    **_gone("data", prefetch_factor=2),
+    **_gone("data", prefetch_factor=2, region_filter=None),
     **_gone("data.storage_options", profile=None),
     **_gone("eval", batch_size=16),
     **_gone("finetune", label_smoothing=0.0, lora_rank=None, mixup=0.0, unfreeze_at_epoch=0),
@@ -48,12 +48,22 @@ GONE_KEYS: dict[str, tuple[Any, ...]] = {
     **_gone("method", covariance_ramp=0.0, covariance_weight=0.1, neighbour_places="all", pixel_weight=0.0),
     **_gone("method", predictor=None, predictor_weight=1.0, target_layers=None),
     "method.mae_target": (None, "normalised"),
+    **_gone("method.mask_blocks", aspect=[0.75, 1.5]),
     **_gone("optim", extend=None, use_scheduler=True),
-    **_gone("probe", bootstrap_samples=2000, random_init_seeds=3),
+    **_gone("probe", bootstrap_samples=2000, max_volumes=256, random_init_seeds=3),
     **_gone("run", stall_timeout_s=1800.0),
     **_gone("task", event_column=None, time_column=None),
     **_gone("train", grad_accum_steps=None, max_bad_steps=10, shard_parameters=False, val_fraction=0.1),
-    **_gone("wandb", artifacts="best", group=None, images_every_steps=1000, name=None, tags=None),
+    **_gone("wandb", artifacts="best", entity=None, group=None, images_every_steps=1000, log_artifacts=None),
+    **_gone("wandb", log_images=None, name=None, tags=None),
+}
+# Of these what to write in their place.
+IN_PLACE = {
+    "data.region_filter": "data.protocol_filter",
+    **dict.fromkeys(("probe", "probe.max_volumes"), "val.max_volumes"),
+    "wandb.entity": "wandb.project=ENTITY/PROJECT",
+    "wandb.log_artifacts": "wandb.send",
+    "wandb.log_images": "wandb.send",
 }
 # Keys that went, and the key that has their value now: several where they never had different ones.
 RENAMED_KEYS = {
@@ -68,8 +78,8 @@ RENAMED_KEYS = {
 # Of GONE_KEYS: with any value what a checkpoint or a head holds can be read.
 CHANGES_WHAT_IS_READ = ("method.", "task.", "optim.use_scheduler")
 READ_WITH_ANY_VALUE = {name for name in GONE_KEYS if not name.startswith(CHANGES_WHAT_IS_READ)}
-READ_WITH_ANY_VALUE |= {"method.covariance_weight", *RENAMED_KEYS}
-# And of these: a run that was begun with another value goes on to the same numbers without it.
+READ_WITH_ANY_VALUE |= {"method.covariance_weight", "method.mask_blocks.aspect", *RENAMED_KEYS}
+# And of these, less data.region_filter: a run begun with another value goes on to the same numbers.
 CHANGES_NO_NUMBER = (
     *("data.", "eval.", "probe.", "run.", "wandb."),
     *("optim.extend", "train.grad_accum_steps", "train.max_bad_steps", "train.shard_parameters"),
@@ -132,7 +142,9 @@ def config_of_yaml(text: str, where: str, *, to_go_on: bool = False) -> Config:
     """The configuration that `to_yaml` wrote; raises ConfigError. The text may be a stranger's, so nothing is
     looked up for it. `to_go_on`: of a run that is resumed, not only read.
     """
-    kept = {name for name in READ_WITH_ANY_VALUE if not to_go_on or name.startswith(CHANGES_NO_NUMBER)}
+    kept = READ_WITH_ANY_VALUE
+    if to_go_on:
+        kept = {name for name in kept if name.startswith(CHANGES_NO_NUMBER)} - {"data.region_filter"}
     try:
         saved = _without_gone_keys(OmegaConf.create(text), where, kept)
         for key, reference in _references(OmegaConf.to_container(saved)):
@@ -145,16 +157,18 @@ def config_of_yaml(text: str, where: str, *, to_go_on: bool = False) -> Config:
     return cfg
 
 
-def _without_gone_keys(written: Any, where: str, with_any_value: Collection[str] = ()) -> Any:
+def _without_gone_keys(
+    written: Any, where: str, with_any_value: Collection[str] = ("probe.max_volumes",)
+) -> Any:
     """A configuration of a file, or one stored with weights, less GONE_KEYS, and with RENAMED_KEYS by their
     current names; raises ConfigError where a key that went has a value that changed the run, and is not of
     `with_any_value`.
     """
-    for key in (*RENAMED_KEYS, *GONE_KEYS):
-        section, _, name = key.rpartition(".")
-        part = OmegaConf.select(written, section) if isinstance(written, DictConfig) else None
-        if not isinstance(part, DictConfig) or name not in part:
-            continue
+    if not isinstance(written, DictConfig):
+        return written
+    parts = ((key, part) for key in (*RENAMED_KEYS, *GONE_KEYS) for part in _sections_of(written, key))
+    for key, part in parts:
+        name = key.rpartition(".")[2]
         values = OmegaConf.to_container(part)  # references as they are written
         assert isinstance(values, dict)
         value, today = values[name], RENAMED_KEYS.get(key, "").rpartition(".")[2]
@@ -162,12 +176,23 @@ def _without_gone_keys(written: Any, where: str, with_any_value: Collection[str]
         if today and values.get(today) is None:
             part[today] = value
         elif value not in same:
+            now = f" (now {IN_PLACE[key]})" if key in IN_PLACE else ""
             if key not in with_any_value:
                 words = " or ".join("null" if value is None else str(value).lower() for value in same)
-                raise ConfigError(f"{where}: {key}: expected {words}, the key is gone, found {value}")
-            log.warning("%s: the key %s=%s is gone and is left out", where, key, value)
+                raise ConfigError(f"{where}: {key}: expected {words}, the key is gone{now}, found {value}")
+            log.warning("%s: the key %s=%s is gone%s and is left out", where, key, value, now)
         del part[name]
+    if written.get("probe") == {}:  # all of its keys went
+        del written["probe"]
     return written
+
+
+def _sections_of(written: DictConfig, key: str) -> list[DictConfig]:
+    """The sections, of a list of them each, that have the key."""
+    section, _, name = key.rpartition(".")
+    part = OmegaConf.select(written, section)
+    parts = part if isinstance(part, ListConfig) else [part]
+    return [part for part in parts if isinstance(part, DictConfig) and name in part]
 
 
 def _check_shapes(hint: Any, value: Any, where: str, key: str = "") -> None:
@@ -245,8 +270,8 @@ def _one_line(error: Exception, key: str | None = None) -> str:
         return f"{key}: expected a value, found none (the key is missing)"
     text = one_line(error)
     if isinstance(error, ConfigKeyError):
-        if key in RENAMED_KEYS:
-            return f"{key}: unknown key: now {RENAMED_KEYS[key]}"
+        if today := (RENAMED_KEYS | IN_PLACE).get(key or ""):
+            return f"{key}: unknown key: now {today}"
         return f"{key}: unknown key: the key is gone" if key in GONE_KEYS else f"{key}: unknown key. {text}"
     return f"{key}: {text}" if key else text
 

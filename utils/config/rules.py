@@ -150,9 +150,8 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
         total = (method.context_ratio or 0) + (method.target_ratio or 0)
         _require(total <= 1, "method.context_ratio", "context_ratio + target_ratio <= 1", round(total, 6))
     for number, family in enumerate(method.mask_blocks or []):
-        key, (low, high) = f"method.mask_blocks[{number}]", family.aspect
+        key = f"method.mask_blocks[{number}]"
         _require(0 < family.scale <= 1, f"{key}.scale", "a number in (0, 1]", family.scale)
-        _require(0 < low <= high < math.inf, f"{key}.aspect", "0 < low <= high", family.aspect)
         room = 1 - (method.context_ratio or 0)
         text = f"at most 1 - context_ratio = {room:g}"
         _require(family.scale <= room, f"{key}.scale", text, family.scale)

@@ -59,7 +59,6 @@ class DataConfig:
     list_strategy: Literal["single_domain", "multi_domain"] = key(MISSING, "one device, or several")
     device_filter: list[str] | None = key(None, "names of devices; null: all")
     protocol_filter: list[str] | None = key(None, "names of protocols; null: all volumes")
-    region_filter: list[str] | None = key(None, "texts of anatomic_region; null: all")
     laterality_filter: list[str] | None = key(None, "[L], [R]; null: both")
     min_quality: float | None = key(
         None,
@@ -142,7 +141,6 @@ class ModelConfig:
 class MaskFamily:
     scale: float = key(MISSING, "share of the plane (tube) or of the grid (box) that one block covers")
     tube: bool = key(True, "true: the block runs through all of D")
-    aspect: tuple[float, float] = key((0.75, 1.5), "height / width of the block in tokens")
 
 
 MISMATCHED = "mismatched_targets", "mismatched_latents"  # of method.control: need another volume in a batch
@@ -276,7 +274,8 @@ class TrainConfig:
 class ValConfig:
     max_volumes: int = key(
         256,
-        "cap on the volumes of a validation: the same at each, participants in turn; a quarter before step 1",
+        "cap on the volumes of a validation and of each side of its probes: the same at each, participants "
+        "in turn; a quarter before step 1",
         VOLUMES,
         may_change=True,
     )
@@ -294,18 +293,18 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    project: str = key("oct-foundation", "project of the run; WANDB_PROJECT wins", may_change=True)
-    entity: str | None = key(
-        None, "user or team of the project; null: the account's own; WANDB_ENTITY wins", may_change=True
+    project: str = key(
+        "oct-foundation",
+        "PROJECT or ENTITY/PROJECT, the entity a user or a team; WANDB_PROJECT and WANDB_ENTITY win",
+        may_change=True,
     )
     mode: Literal["online", "offline", "disabled"] = key(
         "offline", "offline: files below run.dir, for wandb sync", may_change=True
     )
-    log_images: bool | None = key(
-        None, "send pictures of volumes; null: only for synthetic stores", may_change=True
-    )
-    log_artifacts: bool | None = key(
-        None, "send checkpoints; null: only for synthetic stores", may_change=True
+    send: Literal["nothing", "images", "artifacts", "both"] | None = key(
+        None,
+        "pictures of volumes, checkpoints; null: both of synthetic stores, else nothing",
+        may_change=True,
     )
 
 
@@ -387,16 +386,6 @@ class FinetuneConfig:
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
-    max_volumes: int = key(
-        256,
-        "cap on the volumes of each side that are embedded for the probes during pre-training",
-        VOLUMES,
-        may_change=True,
-    )
-
-
-@dataclass(frozen=True)
 class EvalConfig:
     split: Literal["val", "test"] = key("test", "which people are scored", may_change=True)
     protocol: Literal["official", "crossfit"] = key(
@@ -437,7 +426,6 @@ class Config:
     task: TaskConfig = field(default_factory=TaskConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property

@@ -115,8 +115,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "Time for validation",
         ("perf/validation_fraction",),
-        "Share of the time since this start of the run; val.max_volumes, probe.max_volumes and "
-        "train.val_every_steps set it.",
+        "Share of the time since this start of the run; val.max_volumes and train.val_every_steps set it.",
     ),
     (
         "Work for gauges",

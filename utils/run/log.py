@@ -161,15 +161,11 @@ def _open_writers(cfg: Config, start_step: int, synthetic: bool) -> list[Writer]
     writers: list[Writer] = []
     if cfg.log.tensorboard:
         writers.append(TensorBoardWriter(Path(cfg.run.dir), start_step))
-    images = _allowed("wandb.log_images", cfg.wandb.log_images, synthetic)
-    artifacts = _allowed("wandb.log_artifacts", cfg.wandb.log_artifacts, synthetic)
+    send = cfg.wandb.send or ("both" if synthetic else "nothing")
+    if send != "nothing" and not synthetic:
+        log.warning("wandb.send: %s", DATA_LICENCE)
     wandb_run = start_wandb(cfg, Path(cfg.run.dir))
     if wandb_run is not None:
-        writers.append(WandbWriter(wandb_run, takes_images=images, takes_artifacts=artifacts))
+        takes = {"takes_images": send in ("images", "both"), "takes_artifacts": send in ("artifacts", "both")}
+        writers.append(WandbWriter(wandb_run, **takes))
     return writers
-
-
-def _allowed(key: str, wanted: bool | None, synthetic: bool) -> bool:
-    if wanted and not synthetic:
-        log.warning("%s: %s", key, DATA_LICENCE)
-    return synthetic if wanted is None else wanted

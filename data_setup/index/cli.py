@@ -31,12 +31,13 @@ from pathlib import Path, PurePosixPath
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.label_maps import localizers, with_label_maps, with_layers
+from data_setup.index.label_table import compare_labels
 from data_setup.index.look import HEADED, OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern, is_nobody, people_of_paths, readings
 from data_setup.index.sets.facts import Tree
 from data_setup.index.sets.preset import describe, entries_of, overview, plug_of
-from data_setup.index.summary import compare_labels, summarise
+from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
@@ -67,7 +68,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
     parser.add_argument(
-        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids in the tree?"
+        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids and its classes right?"
     )
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
     parser.add_argument(

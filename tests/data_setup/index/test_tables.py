@@ -463,6 +463,56 @@ def test_ids_of_a_label_table_are_compared_at_once(
     assert not (root / "manifest.tsv").exists()
 
 
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("1,AMD 2,AMD 3,", "Grade is 'AMD' in every line: a label needs two classes"),
+        ("1,Mild 2,mild 3,x", "Grade is 'Mild' in line 2 and 'mild' in line 3: write one class one way"),
+        (
+            "1,a 2,b 1,b",
+            "Grade is 'a' in line 2 and 'b' in line 4: both of one id: correct one, or give each eye",
+        ),
+        ("1,a 2,b 3,b", ""),
+    ],
+)
+def test_classes_that_nothing_can_be_learned_from_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, words: str
+) -> None:
+    for person in "123":
+        write_nifti(tmp_path / "tree" / person / "OD.nii", speckle(4, 12, 16), SPACING)
+    table_of = tmp_path / "l.csv"
+    table_of.write_text("\n".join(["Patient,Grade", *lines.split()]))
+    index(tmp_path / "tree", "--labels", str(table_of))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: Grade" in line]
+    assert [words in line for line in warnings] == [True] * bool(words), warnings
+    eyes = [f"{line},{'OD' if n < 2 else 'OS'}" for n, line in enumerate(lines.split())]
+    table_of.write_text("\n".join(["Patient,Grade,eye", *eyes]))
+    index(tmp_path / "tree", "--labels", str(table_of))
+    assert ("of one id" in capsys.readouterr().out) is False
+
+
+@pytest.mark.parametrize("name", ["utf16.csv", "latin1.csv", "second.xlsx", "legend.xlsx"])
+def test_a_label_table_that_is_not_read_says_the_next_step(tmp_path: Path, name: str) -> None:
+    root, url = tmp_path / "tree", tmp_path / name
+    write_nifti(root / "M\xfcller" / "OD.nii", speckle(4, 12, 16), SPACING)
+    frame = pd.DataFrame({"Patient": ["M\xfcller"], "Grade": ["AMD"]})
+    if name.endswith(".csv"):
+        frame.to_csv(url, index=False, encoding=name.removesuffix(".csv"))
+    else:
+        above = pd.DataFrame({"code": ["a", "b"], "meaning": ["mild", "severe"]} if name[0] == "l" else [])
+        with pd.ExcelWriter(url) as book:
+            above.to_excel(book, sheet_name="Info", index=False)
+            pd.concat([frame, frame]).to_excel(book, sheet_name="Data", index=False)
+    problem = {
+        "utf16.csv": "text, found UTF-16; save it as CSV UTF-8",
+        "latin1.csv": "found byte 0xfc in line 2, of Latin-1 perhaps; save it as CSV UTF-8",
+        "second.xlsx": "on the first sheet, 'Info', found it on 'Data'; move that sheet to the front",
+        "legend.xlsx": "expected ids of the tree, such as .*; of an Excel file the first sheet is read",
+    }[name]
+    with pytest.raises(UserError, match=rf"{name}: .*{problem}"):
+        index(root, "--labels", str(url))
+
+
 def test_people_that_may_be_several_or_one_are_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

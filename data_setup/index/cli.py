@@ -31,12 +31,13 @@ from pathlib import Path, PurePosixPath
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.label_maps import localizers, with_label_maps, with_layers
+from data_setup.index.label_table import compare_labels
 from data_setup.index.look import HEADED, OCTA, Entry, Rules, look, with_ids_of_folders
 from data_setup.index.octa import write_octa
 from data_setup.index.people import compile_pattern, is_nobody, people_of_paths, readings
 from data_setup.index.sets.facts import Tree
 from data_setup.index.sets.preset import describe, entries_of, overview, plug_of
-from data_setup.index.summary import compare_labels, summarise
+from data_setup.index.summary import summarise
 from data_setup.index.write import write_tables
 from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
@@ -67,7 +68,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
     parser.add_argument(
-        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids in the tree?"
+        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids and its classes right?"
     )
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
     parser.add_argument(
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not plug:
         entries = [with_layers(root, out, entry, options) for entry in with_ids_of_folders(entries)]
         entries = with_label_maps(root, tree.sizes, entries, options)
-        _show_readings([entry for entry in entries if entry.is_row and entry.person_source == "path"])
+        _show_readings([entry for entry in entries if entry.is_row])
     labels = compare_labels(args.labels, label_table, entries) if label_table else []
     has_classes = plug is not None and any(entry.label_volume for entry in entries)
     classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
@@ -125,21 +126,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_readings(rows: Sequence[Entry]) -> None:
-    """Print the two best readings of the paths; raises UserError for a name that is nobody's."""
-    if not rows:
+    """Print the best readings of the paths; raises UserError for a name that is nobody's."""
+    of_path = [entry for entry in rows if entry.person_source == "path"]
+    if not of_path:
         return
-    paths, people = [entry.path for entry in rows], [entry.person_id for entry in rows]
-    ways = readings(paths, people)
+    # of all rows, since --person is of them all
+    ways = readings([entry.path for entry in rows], [entry.person_id for entry in rows])
     texts = [f"{n} people" + (f" by --person {shlex.quote(way)}" if way else ", as it is") for way, n in ways]
-    if nobody := [entry for entry in rows if is_nobody(entry.person_id)]:
+    if nobody := [entry for entry in of_path if is_nobody(entry.person_id)]:
         better = texts[1] if len(texts) > 1 else "--person PATTERN; or index the folder above"
         raise UserError(
             f"{nobody[0].path!r}: expected the name of a person in the path, found {nobody[0].person_id!r}, "
-            f"as in {len(nobody)} of {len(rows)} paths; put each person's files into a folder of that "
+            f"as in {len(nobody)} of {len(of_path)} paths; put each person's files into a folder of that "
             f"name, or say where it is: {better}"
         )
     if len(texts) > 1:
-        say(f"people      the paths can be read in two ways: {texts[0]}; or {texts[1]}")
+        number = {2: "two", 3: "three"}[len(texts)]
+        say(f"people      the paths can be read in {number} ways: {'; or '.join(texts)}")
 
 
 def _check_places(tree: Tree, out: str) -> None:

@@ -2,7 +2,8 @@
 
 In: the entries of any tree. Out: the same; a label map is no row (status few_grey_levels), and the scan of
 its size under the same name has it in `label_volume`. The name of a file or folder says where to look, and so
-does a file that is packed very small; the voxels decide. `localizers` finds pictures beside B-scans.
+does a file that is small, or packed very small, or would be; the voxels decide, by stricter rules where no
+name does. `localizers` finds pictures beside B-scans.
 Layers go to surfaces/PATH.surfaces.npz below the tables, for the column label_surfaces. Whether the lines of
 an FDA begin at its first B-scan or at its last is not written in it, and programs differ: the brightness step
 at the first boundary decides, in a few B-scans, as for height maps.
@@ -10,6 +11,7 @@ at the first boundary decides, in a few B-scans, as for height maps.
 
 import posixpath
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import IO
@@ -23,13 +25,14 @@ from data_setup.manifest import unknown_record
 from data_setup.protocols import Triple
 from data_setup.readers.dicom import FEWEST_PLAIN_LEVELS, open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
-from data_setup.readers.images import moving_columns, ordered_images
+from data_setup.readers.images import is_image, moving_columns, ordered_images
 from data_setup.readers.makers import kinds, topcon
 from data_setup.readers.makers.library import Surfaces
 from data_setup.readers.open_record import open_record
 from data_setup.readers.sidecar import Sidecar, read_sidecars, sidecar_urls
 from utils.config.schema import StorageOptions
-from utils.storage import StorageError, join, list_names, write_bytes
+from utils.storage import StorageError, join, list_names, read_range, write_bytes
+from utils.workers import in_threads
 
 LABEL_MAP = RejectReason.FEW_GREY_LEVELS.value
 _KINDS = ("DICOM", "NIfTI", "NumPy", "MATLAB", "MetaImage", "TIFF", IMAGES)  # labels come in them
@@ -42,12 +45,25 @@ _LABELS = re.compile(  # words of a name; a wrong one costs a look
 _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|originals?")
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
 _CHANNEL = re.compile(r"_0\d{3}$")  # of nnU-Net
-_PACKED = 0.02  # bytes of a gzipped file for each voxel; speckle takes fifty times as many
+_SMALL, _PIECE = 2**16, 2**16  # bytes: a file that is looked at whole; what is read of the others
+# Bytes for each voxel, of images and of others (floats), or for each byte of a piece once packed: of no scan
+_PACKED_IMAGE, _PACKED, _PLAIN = 0.1, 0.3, 0.2
+_AXES = {"NumPy": "D, H, W", "MATLAB": "H, W, D"}  # where nothing says it, to compare neighbours
 # Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
 _PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 16, 2, 0.95, 0.45
 # Of neighbours; of a scan's voxels half are equal at most, but nearly all after a median filter
 _SAME_SHARE, _MOST_CLASSES = 0.9, 64
+# Without a name: classes of an exact map (a dark scan keeps 15 levels after a median filter). JPEG and soft
+# maps have up to four peaks, a fifth of the scale apart. Their middles hold .92 or more of a mask, .81 of a
+# scan, and .96 of one with 10 times the contrast, where neighbours differ much
+_FEW_CLASSES, _SAME_SHARE_UNNAMED, _APART, _STEP = 12, 0.94, 48, 16
+_SHARES = (
+    (0.965, 0.35, 1.0),
+    (0.95, 0.88, 1.0),
+    (0.92, 0.6, 0.02),
+)  # of all, of all but the background; most jumps
+_LEAST = 5e-4  # of all voxels are no background
 EXACT, BLURRED = "exact", "blurred"
 _ENDING = re.compile(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", re.IGNORECASE)
 FOLDER = "surfaces"
@@ -58,7 +74,11 @@ def with_label_maps(
     root: str, sizes: Mapping[str, int], entries: Sequence[Entry], options: StorageOptions
 ) -> list[Entry]:
     """The entries with label maps left out, and paired with their scans; raises StorageError."""
-    looks = {e.path: _look(root, e, options) for e in entries if _may_be_labels(e, sizes)}
+    files: dict[str, list[str]] = {}
+    for path in filter(is_image, sizes):
+        files.setdefault(posixpath.dirname(path), []).append(path)
+    looked_at = in_threads(lambda e: _may_be_labels(root, e, files, sizes, options), entries)
+    looks = {e.path: _look(root, e, options) for e, is_it in zip(entries, looked_at, strict=True) if is_it}
     maps = {path for path, look in looks.items() if look is not None}
     scans: dict[str, list[Entry]] = {}
     for entry in (e for e in entries if e.is_row and e.path not in maps):
@@ -117,38 +137,66 @@ def _words(name: str) -> list[str]:
     return [w.lower() for w in re.findall(r"[^\W\d_]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name))]
 
 
-def _may_be_labels(entry: Entry, sizes: Mapping[str, int]) -> bool:
+def _may_be_labels(
+    root: str,
+    entry: Entry,
+    files: Mapping[str, list[str]],
+    sizes: Mapping[str, int],
+    options: StorageOptions,
+) -> bool:
+    """By the name, else by the size or by a piece from the middle of the file, or of the middle image."""
     if entry.kind not in _KINDS or entry.status in (RejectReason.MISSING_FILE.value, LABEL_MAP):
         return False
-    if entry.kind == "DICOM" and not entry.is_row:  # a name without an ending may be anything
+    if is_place_of_labels(entry.path):
+        return entry.kind != "DICOM" or entry.is_row  # a name without an ending may be anything
+    if entry.kind == "DICOM" or not entry.is_row:
         return False
-    is_packed = entry.path.lower().endswith(".gz") and entry.shape is not None
-    voxels = int(np.prod(entry.shape or (1,)))
-    return is_place_of_labels(entry.path) or (is_packed and sizes.get(entry.path, voxels) < _PACKED * voxels)
+    paths = files.get(entry.path, [entry.path]) if entry.kind == IMAGES else [entry.path]
+    size = sum(sizes.get(path, 0) for path in paths)
+    packed = _PACKED_IMAGE if entry.kind == IMAGES else _PACKED
+    if size < max(_SMALL, packed * np.prod(entry.shape or (0,))):
+        return True
+    middle = paths[len(paths) // 2]
+    start = max(0, sizes[middle] // 2 - _PIECE // 2)
+    try:
+        piece = read_range(join(root, middle), start, start + _PIECE, options)
+    except StorageError:  # prepare meets it and names it
+        return False
+    return len(zlib.compress(piece, 1)) < _PLAIN * len(piece)
 
 
 def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
     """EXACT or BLURRED labels, None of a scan; what cannot be read is labels by its place only."""
+    is_named = is_place_of_labels(entry.path)
     record = unknown_record(join(root, entry.path), entry.path)
     record = replace(record, spacing_mm=entry.spacing_mm or STAND_IN, files=entry.files or None)
+    if entry.status == RejectReason.UNKNOWN_AXES:
+        text = f"{{axes: [{_AXES.get(entry.kind, 'W, H, D')}], spacing_mm: {list(STAND_IN)}}}"
+        record = replace(record, spacing_mm=None, volume_yaml=text)  # beneath the YAML files
     counts = np.zeros(256, int)
-    num_pairs = num_same = 0  # neighbours, of which the first is no background
+    num_pairs = num_same = num_jumps = 0  # neighbours, of which the first is no background
     try:
         for frame in open_record(record, options)[1]:
             counts += np.bincount(frame.ravel(), minlength=256)
-            one = frame[:, :-1] != counts.argmax()
-            num_pairs += int(np.count_nonzero(one))
-            num_same += int(np.count_nonzero(one & (frame[:, :-1] == frame[:, 1:])))
+            one, other = frame[:, :-1], frame[:, 1:]
+            steps = np.maximum(one, other)[mask := one != counts.argmax()] - np.minimum(one, other)[mask]
+            num_pairs, num_same = num_pairs + steps.size, num_same + int((steps == 0).sum())
+            num_jumps += int((steps > _STEP).sum())
     except OCTReadError as error:
         by_content = (RejectReason.FEW_GREY_LEVELS, RejectReason.CONSTANT_VOLUME)
         by_place = entry.status != OK and is_place_of_labels(entry.path, _SURE)
-        return EXACT if error.reason in by_content or by_place else None
+        if is_named or error.reason != RejectReason.FEW_GREY_LEVELS:  # which a very dark scan has too
+            return EXACT if error.reason in by_content or by_place else None
     except StorageError:
         return None
-    levels = np.count_nonzero(counts)
-    if levels < FEWEST_PLAIN_LEVELS or (levels <= _MOST_CLASSES and num_same > _SAME_SHARE * num_pairs):
+    levels, same = np.count_nonzero(counts), num_same / max(1, num_pairs)
+    if is_named:
+        if levels < FEWEST_PLAIN_LEVELS or (levels <= _MOST_CLASSES and same > _SAME_SHARE):
+            return EXACT
+        return BLURRED if _are_peaks(counts) else None
+    if same > _SAME_SHARE_UNNAMED and _are_classes(np.flatnonzero(counts)):
         return EXACT
-    return BLURRED if is_place_of_labels(entry.path) and _are_peaks(counts) else None
+    return BLURRED if _are_far_peaks(counts, num_jumps / max(1, num_pairs)) else None
 
 
 def _are_peaks(counts: np.ndarray) -> bool:
@@ -163,6 +211,28 @@ def _are_peaks(counts: np.ndarray) -> bool:
         rest[around] = 0
     beside = counts.sum() - near[0]
     return bool(sum(near) >= _NEAR_SHARE * counts.sum() and sum(core[1:]) >= _CORE_SHARE * beside)
+
+
+def _are_classes(levels: np.ndarray) -> bool:
+    """Whether grey levels are 0, 1, 2 ... or their multiples, a few left out: no clipped scan's."""
+    num_steps = levels.max() / np.gcd.reduce(levels)
+    return len(levels) <= _FEW_CLASSES and (len(levels) < 5 or len(levels) > num_steps / 3)
+
+
+def _are_far_peaks(counts: np.ndarray, jumps: float) -> bool:
+    """The same of what no name calls labels, by `_SHARES`; `jumps`: share of neighbours that differ much."""
+    rest, core = counts.copy(), [0, 0]  # the background's, and those of the others
+    for nth in range(4):
+        top = int(rest.argmax())
+        core[min(nth, 1)] += int(rest[max(0, top - _CORE) : top + _CORE + 1].sum())
+        rest[max(0, top - _APART + 1) : top + _APART] = 0
+        if nth == 1 and np.count_nonzero(counts) < FEWEST_PLAIN_LEVELS and rest.any():
+            return False  # no rings of JPEG, so a scan of few levels
+    beside = counts.sum() - core[0]
+    return core[1] >= _LEAST * counts.sum() and any(
+        sum(core) >= of_all * counts.sum() and core[1] >= of_rest * beside and jumps <= most
+        for of_all, of_rest, most in _SHARES
+    )
 
 
 def _key(entry: Entry, is_scan: bool = False, is_loose: bool = False) -> str:

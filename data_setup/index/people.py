@@ -36,6 +36,7 @@ _MANY = re.compile(
     re.IGNORECASE,
 )
 _SHORT = re.compile(r"\d{1,3}")
+_UID = re.compile(r"[12](\.\d+){3,}")  # of a study or a series: several are one person's
 _MONTH = (  # between two numbers
     r"(?:[-_.]\d\d?[-_.]"
     r"|[-_. ](?:jan|feb|m[aä]r|apr|avr|ma[iy]|ju[nli]|aug|ao|sep|o[ck]t|nov|de[cz])[^\W\d_]*[-_. ])"
@@ -108,8 +109,13 @@ def person_of_path(
     are names here; `channels`: files whose last number is a channel.
     """
     names = _parts(path, by_folder, channels)
-    if accepted := list(islice(_accepted(names, by_folder, ids), 1)):
+    uids = [(above, name) for name, above in names if _UID.fullmatch(name)]
+    accepted = list(islice(_accepted(names, by_folder and not uids, ids), 1))
+    if accepted and not (uids and by_folder and accepted[0][1] == path.rpartition("/")[0]):
         return accepted[0]
+    if uids:  # better than the file's name; above a series is its study
+        above, name = min(uids, key=lambda uid: len(uid[0]))
+        return name.replace(".", "_"), "/".join(above)
     for name, above in names:  # visit_1, OD_1: better a number than all in one; better a date than an eye
         if numbers := [w for w in _words(name) if _SHORT.fullmatch(w) or _TIME.fullmatch(w) or _is_date(w)]:
             return "_".join(numbers), "/".join(above)
@@ -186,27 +192,48 @@ def is_nobody(person: str) -> bool:
 
 
 def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int]]:
-    """(--person, its number of people) of how the paths were read, and of the best other way, if any. The
+    """(--person, its number of people) of how the paths were read, and of the best other ways, if any. The
     first is empty where no pattern says it.
+
+    Best is the way with most people. Where one name is in several folders (DME/001, Normal/001) that is one
+    for each; of names without numbers (Anna/Fovea, Berta/Fovea) the folder's comes too.
     """
-    depth = max(path.count("/") for path in paths)
-    levels = [(f"^{'[^/]+/' * k}([^/]+{'/[^/]+' * more})(?:/|$)", k) for k in range(depth) for more in (0, 1)]
-    files = [(r"(?:^|/)([^/]+?)(?:_0\d{3})?\.[^/]+$", 0), (r"(?:^|/)([^/_. -]+)[^/]*$", 0)]
+    starts = ["^" + "[^/]+/" * level for level in range(max(path.count("/") for path in paths) + 1)]
+    ends = (r"[^/]+?)(?:_0\d{3})?(?:\.[a-z]+)?\.\w+$", r"[^/_. -]+)[^/]*$")
     ways: dict[tuple[int, ...], tuple[str, list[str]]] = {}
-    for pattern, _ in (*levels, *files):
+    for pattern in (
+        *(f"{start}({folder}[^/]+)(?:/|$)" for start in starts[:-1] for folder in ("", "[^/]+/")),
+        *(f"(?:^|/)({folder}{end}" for folder in ("", "[^/]+/") for end in ends),
+        *(rf"{start}([^/\d]*\d+)" for start in starts),  # Patient_003 of Patient_003_RE
+    ):
         names = [(match[1] if (match := re.search(pattern, path)) else "") for path in paths]
-        if all(names):
+        if all(names) and any(_stem(name) == name for name in names):  # no file name with its ending
             ways.setdefault(_grouping(names), (pattern, names))
     own = ways.pop(_grouping(people), ("", []))[0]
-    marks = {
-        pattern: len(set(names))
-        for pattern, names in ways.values()
-        if 1 < len(set(names)) < len(names) or len(set(people)) == 1 < len(set(names))
-        if all(_names(name.rpartition("/")[2]) for name in set(names))
-        if 2 * sum(bool(re.search(r"\d", name)) for name in set(names)) >= len(set(names))
-    }
-    best = max(marks, key=lambda pattern: marks[pattern], default=None)
-    return [(own, len(set(people))), *([(best, marks[best])] if best else [])]
+    number = re.compile(r".*\d.*")
+    is_numbered = _share(number, people) >= 0.5
+    best: dict[bool, tuple[str, int]] = {}  # whether the folder parts the same names
+    for pattern, names in ways.values():
+        lasts, count, of_folder = [n.rpartition("/")[2] for n in names], len(set(names)), pattern[0] == "^"
+        is_parted = _grouping(lasts) == _grouping(people)
+        is_one = is_parted or len(set(people)) == 1  # so each file may be a person
+        has_number = _share(number, names) >= 0.5 and (of_folder or "/" not in names[0])
+        if (
+            1 < count < len(names) + is_one
+            and (is_parted or has_number or (of_folder and not is_numbered))
+            and all(_names(last) or _UID.fullmatch(last) for last in set(lasts))
+            and not any(_side(word) for last in set(lasts) for word in _words(last))
+            and _share(_MANY, lasts) < 0.5
+            and count > best.get(is_parted, ("", 0))[1]
+        ):
+            best[is_parted] = pattern, count
+    ways_else = sorted(best.items(), reverse=True)[: 1 if is_numbered else 2]
+    return [(own, len(set(people))), *(way for _, way in ways_else)]
+
+
+def _share(pattern: re.Pattern[str], names: Sequence[str]) -> float:
+    """Of different names, those that match."""
+    return sum(bool(pattern.fullmatch(name)) for name in set(names)) / len(set(names))
 
 
 def _grouping(names: Sequence[str]) -> tuple[int, ...]:
@@ -257,7 +284,7 @@ def _names_of(name: str) -> tuple[tuple[str, bool], ...]:
     number right after one.
     """
     names, is_after, is_dated = [], False, False
-    for word in _words(name):
+    for word in [] if _UID.fullmatch(name) else _words(name):
         is_date = _is_date(word)
         if _side(word) or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
             is_after = True

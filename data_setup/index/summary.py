@@ -1,10 +1,6 @@
-"""What the index says in words: what was seen, what is missing and where to write it, what comes next; and of
-a table of labels (`--labels`) which column has the ids, how many are here, and the nearest of the others.
-"""
+"""What the index says in words: what was seen, what is missing and where to write it, what comes next."""
 
-import difflib
 import posixpath
-import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +8,6 @@ from glob import glob
 
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
-from data_setup.index.people import digest_of
 from data_setup.index.sets.facts import Plug
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
@@ -20,14 +15,10 @@ from data_setup.readers.makers import kinds
 from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.store.summary import by_frequency, next_step, words
 from data_setup.tables.splits import FEW_PEOPLE, seeded_split, shortfalls
-from data_setup.tables.text import PERSON_COLUMNS, path_of, person_id_of
 from utils.config.schema import StorageOptions
-from utils.errors import UserError
 from utils.storage import join
 
 NAMES = 3  # examples of a line
-_IDS = (*PERSON_COLUMNS, "path", "filepath", "sop_instance_uid")
-_NAMED_IDS = 5
 # for a machine with an accelerator, and for one without
 CONFIGS = {True: "configs/pretrain_oct_vjepa2.yaml", False: "configs/smoke_test.yaml"}
 ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
@@ -333,53 +324,3 @@ def _names(entries: Sequence[Entry]) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES]) + (", ..." if len(names) > NAMES else "")
-
-
-def compare_labels(
-    url: str, table: tuple[list[str], dict[int, list[str]]], entries: Sequence[Entry]
-) -> list[str]:
-    """Lines about the table at `url`, as `read_cells` gives it; raises UserError where none of its ids is one
-    of the entries'.
-    """
-    people = {entry.person_id for entry in entries if entry.is_row}
-    known = {name for e in entries if e.is_row for name in (e.person_id, e.path, e.sop_instance_uid) if name}
-    header, rows = table
-    ids_of = {
-        name: [text for text in (_id(cells[place], known) for cells in rows.values()) if text]
-        for place, name in enumerate(header)
-    }
-    column = max(header, key=lambda name: (len(known & set(ids_of[name])), name in _IDS, -header.index(name)))
-    ids = list(dict.fromkeys(ids_of[column]))
-    here = [text for text in ids if text in known]
-    strangers = [text for text in ids if text not in known]
-    near = {re.sub(r"[\W_]+", "_", name).casefold(): name for name in sorted(known)}
-    named = [f"{text!r}{_nearest(text, near)}" for text in strangers[:_NAMED_IDS]]
-    more = ", ..." if len(strangers) > _NAMED_IDS else ""
-    if not here:
-        advice = f"expected ids of the tree, such as {min(people)!r}, in one of its columns"
-        if any(digest_of(text) in people for ids in ids_of.values() for text in ids):
-            advice += "; its ids are those of the headers: give --keep-ids"
-        problem = f"{url}: {advice}, found in {column}: {', '.join(named) or 'none'}{more}"
-        rule = "; an id from a path has _ for blanks, commas and hyphens: write the same in the table"
-        raise UserError(problem + (rule if any(" (near " in text for text in named) else ""))
-    lines = [f"labels      {url}: {len(here)} of {len(ids)} ids of column {column} are in the tree"]
-    lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
-    if strangers:
-        lines.append(f"  warning: {len(strangers)} are not: {', '.join(named)}{more}")
-    if by_person := people & set(here):
-        without = sorted(people - by_person)
-        if without:
-            some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
-            lines.append(f"  {len(without)} people of the tree have no line: {some}")
-    return lines
-
-
-def _id(cell: str, known: set[str]) -> str | None:
-    """What a cell names: a path or UID of the tree, else the id of a person."""
-    path = path_of(cell)
-    return path if path in known else person_id_of(cell, known)
-
-
-def _nearest(text: str, near: dict[str, str]) -> str:
-    match = difflib.get_close_matches(re.sub(r"[\W_]+", "_", text).casefold(), near, 1)
-    return f" (near {near[match[0]]!r})" if match else ""

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
-from utils.storage import read_bytes, read_text
+from utils.storage import read_bytes
 
 PERSON_COLUMNS = ("person_id", "participant_id")  # version 3, versions 1 and 2
 SIDES = {"l": "L", "left": "L", "os": "L", "r": "R", "right": "R", "od": "R"}
@@ -170,6 +170,11 @@ def _below_title(lines: Iterable[list[str]]) -> int:
     return next(wide, 0)
 
 
+def _is_wide(lines: Sequence[Sequence[str]]) -> bool:
+    """Whether two lines or more have something after their first cell, as a table has and notes have not."""
+    return sum(any(cell.strip() for cell in line[1:]) for line in lines) > 1
+
+
 def _excel_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int, list[str]]]:
     """(header, {row number from 1: cells}) of the first sheet of an Excel file; empty rows are left out."""
     try:
@@ -179,11 +184,19 @@ def _excel_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int
         raise UserError(f"{url}: expected openpyxl, which reads Excel, found none; {advice}") from error
     data = io.BytesIO(read_bytes(url, options))
     try:
-        lines = load_workbook(data, read_only=True, data_only=True).worksheets[0].iter_rows(values_only=True)
-        cells = [[_cell_text(cell) for cell in line] for line in lines]
+        sheets = load_workbook(data, read_only=True, data_only=True).worksheets
+        cells, *others = (
+            [[_cell_text(cell) for cell in line] for line in sheet.iter_rows(values_only=True)]
+            for sheet in sheets
+        )
     except (zipfile.BadZipFile, KeyError, ValueError, IndexError, SyntaxError) as error:
         advice = "save it as .xlsx or as CSV UTF-8"
         raise UserError(f"{url}: expected an .xlsx file, found {type(error).__name__}; {advice}") from error
+    tables = [sheet.title for sheet, lines in zip(sheets[1:], others, strict=True) if _is_wide(lines)]
+    if tables and not _is_wide(cells):
+        first = sheets[0].title
+        advice = f"found it on {tables[0]!r}; move that sheet to the front, or save it as CSV UTF-8"
+        raise UserError(f"{url}: expected the table on the first sheet, {first!r}, {advice}")
     cells = cells[_below_title(cells) :]
     header = [name.strip() for name in cells[0]] if cells else []
     return header, {n: line for n, line in enumerate(cells[1:], 1) if any(line)}
@@ -203,7 +216,7 @@ def _text_cells(
     url: str, options: StorageOptions, id_columns: Sequence[str]
 ) -> tuple[list[str], dict[int, list[str]]]:
     """(header, {line number: cells}) of a TSV or CSV; empty lines are left out."""
-    text = io.StringIO(read_text(url, options), newline="")  # any line end; inside quotes it stays
+    text = io.StringIO(_decoded(url, options), newline="")  # any line end; inside quotes it stays
     usual = "," if url.lower().endswith(".csv") else "\t"
     first = [line.rstrip("\r\n") for line in itertools.islice(text, MOST_TITLE)]
     named = _SEP_LINE.fullmatch(first[0]) if first else None
@@ -220,6 +233,18 @@ def _text_cells(
         return header, {number: fields for fields, number in cells[1:] if fields}
     except csv.Error as error:
         raise UserError(f"{url}: expected a table with a header line, found: {error}") from error
+
+
+def _decoded(url: str, options: StorageOptions) -> str:
+    data = read_bytes(url, options)
+    try:
+        if b"\0" not in data:  # in UTF-16 beside each letter
+            return data.decode("utf-8-sig")
+        actual = "UTF-16"
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        actual = f"byte {data[error.start]:#x} in line {line}, of Latin-1 perhaps"
+    raise UserError(f"{url}: expected UTF-8 text, found {actual}; save it as CSV UTF-8")
 
 
 def _parquet_cells(url: str, options: StorageOptions) -> tuple[list[str], dict[int, list[str]]]:

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.ndimage import gaussian_filter, median_filter
 
+from data_setup.phantom.cohort import make_participants
+from data_setup.phantom.files import scan_volume
 from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, table
 from tests.support.dicom_factory import speckle, write_opt
@@ -90,14 +93,44 @@ def other_words(root: Path) -> dict[str, str]:
     }
 
 
+def layers() -> np.ndarray:
+    below = np.arange(120)[:, None] - 8 * np.sin(np.arange(160) / 12)
+    return np.digitize(below, (30, 50, 80)).astype(np.uint8) * np.ones((4, 1, 1), np.uint8)
+
+
 def of_jpeg(root: Path) -> dict[str, str]:
     """Rings of JPEG make hundreds of grey values of a few: no scan, and no classes to read either."""
-    below = np.arange(120)[:, None] - 8 * np.sin(np.arange(160) / 12)
-    layers = np.digitize(below, (30, 50, 80)).astype(np.uint8) * np.ones((4, 1, 1), np.uint8)
-    for n, masks in enumerate((layers // 2 * 255, layers * 80)):
+    for n, masks in enumerate((layers() // 2 * 255, layers() * 80)):
         write_images(root / f"P{n}/images", speckle(4, 120, 160, seed=n))
         write_images(root / f"P{n}/masks", masks, "jpg")
     return {f"P{n}/images": "" for n in range(2)}
+
+
+def without_a_name(root: Path) -> dict[str, str]:
+    """Exact, in JPEG and as probabilities: what the voxels alone say, of files packed or not."""
+    write_nifti(root / "P1/OD.nii", speckle(4, 120, 160), SPACING)
+    for name, voxels in {"8bits": layers(), "16bits": layers().astype(np.uint16)}.items():
+        write_nifti(root / f"P1/{name}.nii", voxels, SPACING)
+        np.save(root / f"P1/{name}.npy", voxels)
+    write_images(root / "P1/png", layers() * 80)
+    write_images(root / "P1/jpg", layers() // 2 * 255, "jpg")
+    soft = gaussian_filter(layers() // 2 * 1.0, (0, 1, 1)).astype(np.float32)
+    for name in ("soft.nii", "soft.nii.gz"):
+        write_nifti(root / "P2" / name, soft, SPACING)
+    write_yaml(root / "P2/volume.yaml", value_range=[0, 1])
+    return {"P1/OD.nii": ""}
+
+
+def eyes_of_any_brightness(root: Path) -> dict[str, str]:
+    person = make_participants(1, 0)[0]
+    voxels = scan_volume(person, person.scans[0], 0, "small")[0].voxels[::8].astype(float)
+    smooth, middle = median_filter(voxels, (1, 5, 5)), np.median(voxels)
+    changed = {"dark": 0.15 * voxels, "smooth": smooth, "dim": 0.15 * smooth, "saturated": 4 * voxels}
+    changed |= {"cut": voxels * (voxels > middle), "steep": 4 * (smooth - middle)}
+    for name, values in changed.items():
+        write_nifti(root / name / "OD.nii", np.clip(values, 0, 255).astype(np.uint8), SPACING)
+        write_images(root / name / "OS", np.clip(values, 0, 255).astype(np.uint8), "jpg")
+    return {f"{name}/{eye}": "" for name in changed for eye in ("OD.nii", "OS")}
 
 
 def of_dicom(root: Path) -> dict[str, str]:
@@ -148,7 +181,7 @@ def test_a_localizer_beside_every_b_scan_is_said(
     [
         *(nnunet, folders_of_images, folders_of_eyes, beside_each_other, without_a_scan),
         *(names_with_words_around, other_words, a_smooth_scan, of_jpeg, of_dicom),
-        scans_in_a_folder_of_masks,
+        *(scans_in_a_folder_of_masks, without_a_name, eyes_of_any_brightness),
     ],
 )
 def test_label_maps_are_no_eyes(tmp_path: Path, write: Callable[[Path], dict[str, str]]) -> None:

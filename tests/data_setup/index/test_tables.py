@@ -370,26 +370,47 @@ def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
     assert [person for person, _ in read] == people.split()
 
 
-def test_two_readings_are_shown_and_nobody_is_an_eye(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("paths", "counts"),
+    [
+        ("g0/0/OD g0/1/OD g1/0/OD g1/1/OD", "2 2"),
+        ("DME/001/OD DME/002/OD Normal/001/OD Normal/003/OD", "3 4"),
+        ("DME/001_OD DME/001_OS Normal/001_OS Normal/002_OS", "2 3"),
+        ("Anna/Fovea/1 Anna/Disc/1 Berta/Fovea/1 Berta/Disc/1", "3 2"),
+        ("Bonn/Anna/OD Bonn/Berta/OD Ulm/Anna/OD Ulm/Carl/OD", "3 4 2"),
+        ("1.2.8.1/1.2.8.1.1/a 1.2.8.1/1.2.8.1.1/b 1.2.8.1/1.2.8.1.2/a 1.2.8.2/1.2.8.2.1/a", "2 3"),
+        ("data/1.2.8.1/a data/1.2.8.2/a", "2"),
+        ("Meier/1.2.8.1/a Meier/1.2.8.2/a Schulz/1.2.8.3/a", "2"),
+    ],
+)
+def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], paths: str, counts: str
 ) -> None:
-    for n in range(4):
-        write_nifti(tmp_path / "two" / f"g{n // 2}" / f"{n % 2}" / "OD.nii", speckle(4, 12, 16), SPACING)
-        write_nifti(
-            tmp_path / "eyes" / ("OD", "OS", "V1", "Horizontal")[n] / "L.nii", speckle(4, 12, 16), SPACING
-        )
+    root = tmp_path / "tree"
+    for folder, _, name in (path.rpartition("/") for path in paths.split()):
+        if "1.2.8" in folder:
+            write_opt(root / folder, speckle(4, 12, 16), name=f"{name}.dcm", edit=maker("", "L"))
+        else:
+            write_nifti(root / folder / f"{name}.nii", speckle(4, 12, 16), SPACING)
+    index(root)
+    people = len(table(root / "participants.tsv", "person_id"))
+    lines = [x for x in capsys.readouterr().out.splitlines() if "the paths can be read in" in x]
+    ways = re.findall(r"(\d+) people(?: by --person ('[^']+'))?(?:, as it is)?(?:;|$)", "".join(lines))
+    assert " ".join(number for number, _ in ways or [(str(people), "")]) == counts
+    for nth, (number, way) in enumerate(ways):
+        more = ["--person", *shlex.split(way)] if way else []
+        index(root, "--out", str(tmp_path / str(nth)), *more)
+        assert len(table(tmp_path / str(nth) / "participants.tsv", "person_id")) == int(number)
+
+
+def test_nobody_is_an_eye(tmp_path: Path) -> None:
+    for name in ("OD", "OS", "V1", "Horizontal"):
+        write_nifti(tmp_path / name / "L.nii", speckle(4, 12, 16), SPACING)
     with pytest.raises(
         UserError, match=r"'Horizontal/L.nii': expected the name of a person .*found 'L', as in 4"
     ):
-        index(tmp_path / "eyes")
-    assert not (tmp_path / "eyes" / "manifest.tsv").exists()
-    index(tmp_path / "two")
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "can be read in two ways" in x]
-    ways = re.findall(r"(\d+) people by --person (\S+?)(?:;|$)", line)
-    assert len(ways) == 2
-    for number, way in ways:
-        index(tmp_path / "two", "--out", str(tmp_path / number), "--person", *shlex.split(way))
-        assert len(table(tmp_path / number / "participants.tsv", "person_id")) == int(number)
+        index(tmp_path)
+    assert not (tmp_path / "manifest.tsv").exists()
 
 
 @pytest.mark.parametrize(
@@ -440,6 +461,56 @@ def test_ids_of_a_label_table_are_compared_at_once(
     with pytest.raises(UserError, match=r"other\.csv: column Patient: expected it once, found 2 times"):
         index(root, "--labels", str(other))
     assert not (root / "manifest.tsv").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("1,AMD 2,AMD 3,", "Grade is 'AMD' in every line: a label needs two classes"),
+        ("1,Mild 2,mild 3,x", "Grade is 'Mild' in line 2 and 'mild' in line 3: write one class one way"),
+        (
+            "1,a 2,b 1,b",
+            "Grade is 'a' in line 2 and 'b' in line 4: both of one id: correct one, or give each eye",
+        ),
+        ("1,a 2,b 3,b", ""),
+    ],
+)
+def test_classes_that_nothing_can_be_learned_from_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, words: str
+) -> None:
+    for person in "123":
+        write_nifti(tmp_path / "tree" / person / "OD.nii", speckle(4, 12, 16), SPACING)
+    table_of = tmp_path / "l.csv"
+    table_of.write_text("\n".join(["Patient,Grade", *lines.split()]))
+    index(tmp_path / "tree", "--labels", str(table_of))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: Grade" in line]
+    assert [words in line for line in warnings] == [True] * bool(words), warnings
+    eyes = [f"{line},{'OD' if n < 2 else 'OS'}" for n, line in enumerate(lines.split())]
+    table_of.write_text("\n".join(["Patient,Grade,eye", *eyes]))
+    index(tmp_path / "tree", "--labels", str(table_of))
+    assert ("of one id" in capsys.readouterr().out) is False
+
+
+@pytest.mark.parametrize("name", ["utf16.csv", "latin1.csv", "second.xlsx", "legend.xlsx"])
+def test_a_label_table_that_is_not_read_says_the_next_step(tmp_path: Path, name: str) -> None:
+    root, url = tmp_path / "tree", tmp_path / name
+    write_nifti(root / "M\xfcller" / "OD.nii", speckle(4, 12, 16), SPACING)
+    frame = pd.DataFrame({"Patient": ["M\xfcller"], "Grade": ["AMD"]})
+    if name.endswith(".csv"):
+        frame.to_csv(url, index=False, encoding=name.removesuffix(".csv"))
+    else:
+        above = pd.DataFrame({"code": ["a", "b"], "meaning": ["mild", "severe"]} if name[0] == "l" else [])
+        with pd.ExcelWriter(url) as book:
+            above.to_excel(book, sheet_name="Info", index=False)
+            pd.concat([frame, frame]).to_excel(book, sheet_name="Data", index=False)
+    problem = {
+        "utf16.csv": "text, found UTF-16; save it as CSV UTF-8",
+        "latin1.csv": "found byte 0xfc in line 2, of Latin-1 perhaps; save it as CSV UTF-8",
+        "second.xlsx": "on the first sheet, 'Info', found it on 'Data'; move that sheet to the front",
+        "legend.xlsx": "expected ids of the tree, such as .*; of an Excel file the first sheet is read",
+    }[name]
+    with pytest.raises(UserError, match=rf"{name}: .*{problem}"):
+        index(root, "--labels", str(url))
 
 
 def test_people_that_may_be_several_or_one_are_said(

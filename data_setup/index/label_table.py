@@ -1,0 +1,102 @@
+"""What the index says of a table of labels (`--labels`): which column has the ids, how many are in the tree,
+the nearest of the others, and columns that no class can be learned from as they are.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+from data_setup.index.look import Entry
+from data_setup.index.people import digest_of
+from data_setup.tables.text import PERSON_COLUMNS, SIDE_COLUMNS, label_of, path_of, person_id_of
+from utils.errors import UserError
+
+_IDS = (*PERSON_COLUMNS, "path", "filepath", "sop_instance_uid")
+_NAMED_IDS = 5
+_MOST_CLASSES = 20  # values of a column of classes
+_OF_VISITS = re.compile(
+    r"visit|date|day|time|age|file|path|image|scan|session", re.IGNORECASE
+)  # more than one each
+
+
+def compare_labels(
+    url: str, table: tuple[list[str], dict[int, list[str]]], entries: Sequence[Entry]
+) -> list[str]:
+    """Lines about the table at `url`, as `read_cells` gives it; raises UserError where none of its ids is one
+    of the entries'.
+    """
+    people = {entry.person_id for entry in entries if entry.is_row}
+    known = {name for e in entries if e.is_row for name in (e.person_id, e.path, e.sop_instance_uid) if name}
+    header, rows = table
+    ids_of = {
+        name: [text for text in (_id(cells[place], known) for cells in rows.values()) if text]
+        for place, name in enumerate(header)
+    }
+    column = max(header, key=lambda name: (len(known & set(ids_of[name])), name in _IDS, -header.index(name)))
+    ids = list(dict.fromkeys(ids_of[column]))
+    here = [text for text in ids if text in known]
+    strangers = [text for text in ids if text not in known]
+    near = {re.sub(r"[\W_]+", "_", name).casefold(): name for name in sorted(known)}
+    named = [f"{text!r}{_nearest(text, near)}" for text in strangers[:_NAMED_IDS]]
+    more = ", ..." if len(strangers) > _NAMED_IDS else ""
+    if not here:
+        advice = f"expected ids of the tree, such as {min(people)!r}, in one of its columns"
+        if any(digest_of(text) in people for ids in ids_of.values() for text in ids):
+            advice += "; its ids are those of the headers: give --keep-ids"
+        problem = f"{url}: {advice}, found in {column}: {', '.join(named) or 'none'}{more}"
+        rule = "; an id from a path has _ for blanks, commas and hyphens: write the same in the table"
+        rule = rule if any(" (near " in text for text in named) else ""
+        sheet = (
+            "; of an Excel file the first sheet is read" if url.lower().endswith((".xlsx", ".xls")) else ""
+        )
+        raise UserError(problem + rule + sheet)
+    lines = [f"labels      {url}: {len(here)} of {len(ids)} ids of column {column} are in the tree"]
+    lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
+    if strangers:
+        lines.append(f"  warning: {len(strangers)} are not: {', '.join(named)}{more}")
+    if by_person := people & set(here):
+        without = sorted(people - by_person)
+        if without:
+            some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
+            lines.append(f"  {len(without)} people of the tree have no line: {some}")
+    return lines + [f"  warning: {text}" for text in _doubts(header, rows, column)]
+
+
+def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column: str) -> list[str]:
+    """Of columns of classes: one class only, two spellings of one, and two classes of a person or an eye."""
+    keys = [header.index(id_column), *(n for n, name in enumerate(header) if name.lower() in SIDE_COLUMNS)]
+    lines = []
+    for place, name in enumerate(header):
+        cells = [(line, label, row) for line, row in rows.items() if (label := label_of(row[place]))]
+        first = {label: line for line, label, _ in reversed(cells)}
+        if place in keys or len(cells) < 2 or len(first) > _MOST_CLASSES:
+            continue
+        if len(first) == 1:
+            lines.append(f"{name} is {cells[0][1]!r} in every line: a label needs two classes")
+        spellings: dict[str, tuple[int, str]] = {}
+        of_one: dict[tuple[str, ...], tuple[int, str]] = {}
+        pairs: dict[str, tuple[tuple[int, str], ...]] = {}  # what is wrong -> the first two lines
+        for line, label, row in cells:
+            before = spellings.setdefault(re.sub(r"[\s_-]+", " ", label).casefold(), (line, label))
+            if before[1] != label:
+                pairs.setdefault("write one class one way", (before, (line, label)))
+            before = of_one.setdefault(tuple(row[key].strip().lower() for key in keys), (line, label))
+            if before[1] != label and not _OF_VISITS.search(name):
+                advice = "both of one id: correct one, or give each eye its line and a column eye"
+                pairs.setdefault(advice, (before, (line, label)))
+        lines += [
+            f"{name} is {one!r} in line {line} and {other!r} in line {after}: {advice}"
+            for advice, ((line, one), (after, other)) in pairs.items()
+        ]
+    return lines
+
+
+def _id(cell: str, known: set[str]) -> str | None:
+    """What a cell names: a path or UID of the tree, else the id of a person."""
+    path = path_of(cell)
+    return path if path in known else person_id_of(cell, known)
+
+
+def _nearest(text: str, near: dict[str, str]) -> str:
+    match = difflib.get_close_matches(re.sub(r"[\W_]+", "_", text).casefold(), near, 1)
+    return f" (near {near[match[0]]!r})" if match else ""

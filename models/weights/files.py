@@ -57,6 +57,7 @@ ROLE_OF = {"encoder": "encoder", "predictor": "predictor"}
 ROLE_OF |= dict.fromkeys(("target_encoder", "ema_encoder"), "target_encoder")
 # keys of the research code that are not used; their values may be of any kind
 TRAINING_STATE = ("opt", "scaler", "epoch", "loss", "batch_size", "world_size", "lr")
+WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 LEGACY = dict.fromkeys(("pos_embed", "predictor_pos_embed"), "legacy position table, the model is rotary")
 
 
@@ -161,7 +162,7 @@ def _stripped(url: str, part: str, value: Any) -> tuple[dict[str, Tensor], dict[
     tensors: dict[str, Tensor] = {}
     left_out = {}
     for name, tensor in value.items():
-        ours = re.sub(r"^(module\.)?(backbone\.)?", "", name)
+        ours = re.sub(r"^((module|backbone)\.)*", "", WRAPPERS.sub("", name))
         if ours in LEGACY:
             left_out[f"{part}.{name}"] = LEGACY[ours]
         elif ours in tensors:

@@ -233,6 +233,26 @@ def test_import_accounts_for_every_key(tiny: Path, tmp_path: Path, capsys: pytes
         import_weights(str(tiny), config(), str(tmp_path / "imported"))
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "",
+        "_orig_mod.module.backbone.",
+        "module.module.",
+        "_fsdp_wrapped_module.",
+        "module._orig_mod.",
+    ],
+)
+def test_the_names_of_wrappers_are_no_part_of_a_name(tiny: Path, tmp_path: Path, prefix: str) -> None:
+    """Compiled (torch.compile), sharded and distributed models save them."""
+    raw = torch.load(tiny, weights_only=True)
+    for part in ("encoder", "target_encoder", "predictor"):
+        raw[part] = {prefix + n.removeprefix("module.backbone."): t for n, t in raw[part].items()}
+    torch.save(raw, tmp_path / "wrapped.pt")
+    read, expected = read_weights(str(tmp_path / "wrapped.pt")).encoder, read_weights(str(tiny)).encoder
+    assert read.keys() == expected.keys()
+
+
 def test_what_an_imported_encoder_is_fed(tiny: Path) -> None:
     """z stands for gray = m + s z: the features of that gray as normalised RGB, planes doubled."""
     cfg = config()

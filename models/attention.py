@@ -46,7 +46,8 @@ class _Blockwise(torch.autograd.Function):
         heads, queries, room = _blocks(q)
         out = torch.empty_like(q)
         kept: Tensor | None = None
-        if ctx.needs_input_grad[0] and len(queries) == 1 and _are_kept(q):
+        is_small = q.shape[:-2].numel() * q.shape[-2] ** 2 * q.element_size() <= KEPT_BYTES
+        if ctx.needs_input_grad[0] and len(queries) == 1 and is_small:
             kept = q.new_empty(len(q), shape[-2], shape[-2])
         for matrices in heads:
             for rows in queries:
@@ -80,11 +81,6 @@ class _Blockwise(torch.autograd.Function):
             grad_k[matrices], grad_v[matrices] = sum_k, sum_v
         grad_q.mul_(q.shape[-1] ** -0.5)
         return grad_q.view(ctx.shape), grad_k.view(ctx.shape), grad_v.view(ctx.shape)
-
-
-def _are_kept(q: Tensor) -> bool:
-    """Whether the probabilities of q [..., T, C] are few enough."""
-    return q.shape[:-2].numel() * q.shape[-2] ** 2 * q.element_size() <= KEPT_BYTES
 
 
 def _blocks(q: Tensor) -> tuple[list[slice], list[slice], Tensor]:

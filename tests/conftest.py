@@ -58,6 +58,27 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A phantom tree of three participants, all files good."""
+    from data_setup.phantom.__main__ import write_tree
+
+    out = tmp_path_factory.mktemp("phantom") / "tree"
+    write_tree(out, participants=3, seed=5, workers=1)
+    return out
+
+
+@pytest.fixture(scope="session")
+def clean(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree prepared without any interruption."""
+    from data_setup.prepare import main
+    from tests.support.prepare_runs import arguments
+
+    store = tmp_path_factory.mktemp("clean") / "store"
+    assert main(arguments(tree, store)) == 0
+    return store
+
+
 @pytest.fixture(scope="module")
 def small_encoder() -> Iterator[None]:
     """Runs of this process have an encoder of two blocks, where what is shown is not the model's."""

@@ -123,9 +123,8 @@ def _read_seal(url: str, options: StorageOptions | None) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{seal_url}: expected JSON, found damage ({error})") from error
     names = set(seal) if isinstance(seal, dict) else set()
-    if not {"sha256", "size", "permanent"} <= names <= set(SEAL):
-        raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
-    if any(type(value) not in SEAL[name] for name, value in seal.items()):
+    has_names = {"sha256", "size", "permanent"} <= names <= set(SEAL)
+    if not has_names or any(type(value) not in SEAL[name] for name, value in seal.items()):
         raise CheckpointError(f"{seal_url}: expected {', '.join(SEAL)}, found {str(seal)[:200]!r}")
     return seal
 

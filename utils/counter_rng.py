@@ -23,10 +23,6 @@ BYTES_MEAN = 4 * 255 / 2
 BYTES_STD = (4 * (256**2 - 1) / 12) ** 0.5
 
 
-def _as_int32(x: int) -> int:
-    return x - 2**32 if x >= 2**31 else x
-
-
 def _mix(x: Tensor) -> Tensor:
     """The 32-bit hash of values 0 .. 2^32 - 1 in int64; products wrap, only their low 32 bits are kept."""
     x = x ^ shift_right(x, 16)
@@ -53,7 +49,7 @@ def counter_bits(seed: Tensor, counter: Tensor) -> Tensor:
     x.bitwise_xor_(shift_right(x, 16).bitwise_and_(0xFFFF))
     x.mul_(MULTIPLY_1).add_(key_2)
     x.bitwise_xor_(shift_right(x, 15).bitwise_and_(0x1FFFF))
-    x.mul_(_as_int32(MULTIPLY_2))
+    x.mul_(MULTIPLY_2 - 2**32)  # the same 32 bits, signed
     return x.bitwise_xor_(shift_right(x, 16).bitwise_and_(0xFFFF))
 
 

@@ -244,16 +244,12 @@ def build_table(plan: Plan) -> Results:
     )
 
 
-def controls_of_entry(entry: Scored) -> tuple[str, ...]:
-    """The arms that a claim about it has to be above; a control or baseline claims nothing."""
-    return controls_of_claims(entry.name) if entry.is_pretrained else ()
-
-
 def make_row(entry: Scored, scored: dict[str, Scored], best: dict[str, str], draws_SP: np.ndarray) -> Row:
     """The row of an entry; `scored` holds all entries by name, `best` what `best_free` says of them."""
 
     def against(task: str) -> dict[str, Difference]:
-        names = *CONTROLS, REFERENCE, entry.compared_with, *controls_of_entry(entry), best.get(task)
+        own = controls_of_claims(entry.name) if entry.is_pretrained else ()  # what claims nothing has none
+        names = *CONTROLS, REFERENCE, entry.compared_with, *own, best.get(task)
         others = (scored[name] for name in dict.fromkeys(names) if name is not None)
         return {
             o.name: difference(entry, o, task, draws_SP) for o in others if o is not entry and o.has(task)

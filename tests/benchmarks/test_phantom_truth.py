@@ -28,11 +28,9 @@ from models import vit3d
 from models.probes import hidden
 from models.probes.intervals import participant_draws
 from models.probes.tokens import Errors, Rows, errors_by_participant, mean_r2
-from tests.support.finetune_factory import RUNTIME, person, silence
+from tests.support.finetune_factory import RUNTIME, config, person, save_checkpoint, silence
 from tests.support.pipeline_factory import SMOKE
-from utils.checkpoint import CheckpointWriter
 from utils.cli import run_cli
-from utils.config.load import load_config, to_yaml
 from utils.config.schema import Config
 from utils.errors import UserError
 
@@ -111,31 +109,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def config(root: Path, run: Path, *overrides: str) -> Config:
-    small = ["spatial.image_size=[8,24,32]"]
-    place = [f"data.gcs_root={root}", f"data.store={root / 'store'}", f"run.dir={run}", "data.workers=0"]
-    return load_config(SMOKE, [*small, *place, *overrides])
-
-
 def save(
     cfg: Config, step: int, change: Callable[[nn.Module], None] = lambda part: None, **state: Any
 ) -> str:
     """A checkpoint with the part that is read: the target encoder of cfg.seed after `change`."""
     encoder = random_encoder(cfg, cfg.seed)
     change(encoder)
-    assert cfg.train.ckpt_dir is not None
-    writer = CheckpointWriter(cfg.train.ckpt_dir, keep_last=1)
-    content = {
-        "step": step,
-        "model": {f"target_encoder.{name}": value for name, value in encoder.state_dict().items()},
-        "config": to_yaml(cfg),
-        "normalisation": "zscore_valid",
-        "planes": "nearest",
-        "participants": [person("train", n) for n in range(PEOPLE["train"])],
-    }
-    writer.save(content | state, ["best_probe"])
-    writer.close()
-    return f"{cfg.train.ckpt_dir}/best_probe.pt"
+    model = {f"target_encoder.{name}": value for name, value in encoder.state_dict().items()}
+    people = [person("train", n) for n in range(PEOPLE["train"])]
+    return save_checkpoint(cfg, **{"step": step, "model": model, "participants": people} | state)
 
 
 def measured(

@@ -25,7 +25,6 @@ from scipy.ndimage import map_coordinates
 
 from data_setup.jobs import Job, Outcome, prepare_row, read_volume, run_jobs
 from data_setup.manifest import read_records, unknown_record
-from data_setup.phantom.__main__ import write_tree
 from data_setup.prepare import Tally, main, work
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.resample import BLENDED, NEAREST, plane_weights, resample_frames
@@ -39,22 +38,6 @@ from tests.support.prepare_runs import CONFIG, arguments, contents, dicoms, star
 from utils import storage
 from utils.config.load import load_config
 from utils.errors import UserError
-
-
-@pytest.fixture(scope="session")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A phantom tree of three participants, all files good."""
-    out = tmp_path_factory.mktemp("phantom") / "tree"
-    write_tree(out, participants=3, seed=5, workers=1)
-    return out
-
-
-@pytest.fixture(scope="session")
-def clean(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree prepared without any interruption."""
-    store = tmp_path_factory.mktemp("clean") / "store"
-    assert main(arguments(tree, store)) == 0
-    return store
 
 
 @pytest.fixture

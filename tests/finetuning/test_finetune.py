@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -26,6 +25,7 @@ from models.vjepa3d import build_encoder
 from models.weights.shape import with_features
 from tests.support.finetune_factory import RUNTIME, config, make_world, save_checkpoint
 from tests.support.model_factory import small_config, volumes
+from tests.support.process_factory import without_clock
 from utils.checkpoint import load_checkpoint
 from utils.config.schema import Config
 from utils.errors import EXIT_STOPPED, UserError
@@ -85,9 +85,7 @@ def run_task(world: Path, run: Path, *overrides: str, kind: str = "classificatio
 
 def metrics(run: Path, name: str = "") -> dict[int, dict[str, Any]]:
     """Lines by step that have this metric, without those of the clock."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [row for row in rows if not name or name in row]
-    return {row["step"]: {k: v for k, v in row.items() if not k.startswith("perf/")} for row in kept}
+    return {row["step"]: row for row in without_clock(run) if not name or name in row}
 
 
 def saved(run: Path, name: str) -> dict[str, Any]:

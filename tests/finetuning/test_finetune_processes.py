@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.finetune_factory import config, make_world, save_checkpoint
-from tests.support.process_factory import ROOT, environment
+from tests.support.process_factory import ROOT, environment, without_clock
 from utils.checkpoint import load_checkpoint
 
 
@@ -41,11 +40,6 @@ def command(world: Path, run: Path, processes: int) -> list[str]:
     ]
 
 
-def metrics(run: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _two_blocks() -> None:
     """None of them here: other processes read the checkpoint, with sizes of their own."""
@@ -62,7 +56,7 @@ def test_two_processes_fine_tune_as_one_does(tmp_path: Path) -> None:
             cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
-    alone, shared = metrics(tmp_path / "run1"), metrics(tmp_path / "run2")
+    alone, shared = without_clock(tmp_path / "run1"), without_clock(tmp_path / "run2")
     assert [row["step"] for row in alone] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     assert len(shared) == len(alone)
     for row, expected in zip(shared, alone, strict=True):

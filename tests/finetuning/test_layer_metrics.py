@@ -191,18 +191,6 @@ def test_coarse_b_scans_keep_the_pit() -> None:
     assert table["centre"].um == pytest.approx(300 - depth * share * (1 - np.exp(-1 / share)), abs=0.2)
 
 
-def test_sectors_lie_where_their_names_say() -> None:
-    """Thickness is 100 plus the distance downwards and to the right; nasal is right in a right eye alone."""
-    d, w = np.mgrid[:61, :81].astype(float)
-    thickness = 100 + 10 * (d - 30) * 0.1 + (w - 40) * 0.1
-    right = {k: v.um for k, v in etdrs(thickness, (0.1, 0.1), (30.0, 40.0), "R").items()}
-    left_eye = {k: v.um for k, v in etdrs(thickness, (0.1, 0.1), (30.0, 40.0), "L").items()}
-    assert right["outer_superior"] < 100 < right["outer_inferior"]
-    assert right["outer_temporal"] < right["centre"] < right["outer_nasal"]
-    assert left_eye["outer_nasal"] == pytest.approx(right["outer_temporal"])
-    assert left_eye["centre"] == pytest.approx(100)
-
-
 def test_a_sector_that_is_not_in_the_map_has_no_thickness() -> None:
     thickness = np.full((40, 80), 250.0)  # 4 mm of d: the outer superior and inferior sectors are cut
     table = etdrs(thickness, (0.1, 0.1), (19.5, 39.5), "R")

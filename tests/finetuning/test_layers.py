@@ -560,11 +560,7 @@ def test_an_encoder_is_trained_with_its_decoder(
     assert "The encoder of each arm was trained with its decoder." in text
 
 
-def test_a_batch_that_does_not_fit_a_trained_encoder(world: Path, tmp_path: Path) -> None:
-    settings = ("finetune.encoder=trained", "train.per_core_batch_size=1", "train.global_batch_size=3")
-    words = overrides(world, tmp_path, *settings)
-    with pytest.raises(ConfigError, match=r"train\.global_batch_size: expected a multiple of 2"):
-        train_command.train(str(CONFIG), words)
+TRAINED_BY_THREE = "finetune.encoder=trained train.per_core_batch_size=1 train.global_batch_size=3"
 
 
 def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) -> None:
@@ -593,11 +589,12 @@ def test_another_encoder_is_refused(world: Path, trained: Path, tmp_path: Path) 
         ("segmentation", "task.names=[]", "task.names: expected null, or 1 or more different"),
         ("segmentation", "finetune.layer_decay=0.5", "expected its default"),
         ("translation", "finetune.class_weights=none", r"finetune\.class_weights"),
+        ("layers", TRAINED_BY_THREE, r"train\.global_batch_size: expected a multiple of 2"),
     ],
 )
 def test_keys_that_do_not_fit(world: Path, tmp_path: Path, kind: str, word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        train_command.train(str(CONFIG.with_stem(kind)), overrides(world, tmp_path, word))
+        train_command.train(str(CONFIG.with_stem(kind)), overrides(world, tmp_path, *word.split()))
 
 
 def planes(seed: int = 0, width: int = 6) -> tuple[torch.Tensor, torch.Tensor]:

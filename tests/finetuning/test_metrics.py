@@ -139,13 +139,6 @@ def test_calibration_equals_scikit_learn(ties: bool) -> None:
     np.testing.assert_allclose(metrics.observed(p).overall["ece"], [error], **CLOSE)
 
 
-def test_ece_by_hand() -> None:
-    """Two units at .95, one right; one at .55, right: (2 * .45 + 1 * .45) / 3."""
-    scores = np.array([[0.95, 0.05], [0.95, 0.05], [0.45, 0.55]])
-    result = metrics.observed(predictions("classification", np.array([0, 1, 1]), scores))
-    np.testing.assert_allclose(result.overall["ece"], [0.45], **CLOSE)
-
-
 def test_the_threshold_has_the_highest_youden_index() -> None:
     for seed in range(20):
         p = case(seed, 2, 40, ties=True, missing=False)
@@ -199,20 +192,6 @@ def test_resamples_are_of_people_and_keep_the_classes() -> None:
     assert (counts[:, truth == 0].sum(axis=1) == 10).all()
     assert (counts[:, truth == 1].sum(axis=1) == 30).all()
     assert len(np.unique(counts, axis=0)) > 190
-
-
-def test_the_interval_is_as_wide_as_people_are_many() -> None:
-    """Two equal volumes a person say no more than one: the interval must not shrink."""
-    one = case(1, 2, 60, ties=False, missing=False)
-    person = np.repeat(one.unit, 2)
-    two = predictions("classification", one.truth.repeat(2), one.scores.repeat(2, axis=0), person)
-    widths = []
-    for p in (one, two):
-        low, high = metrics.interval(
-            metrics.measure(p, metrics.bootstrap_counts(p, 2000, 0)).overall["accuracy"]
-        ) or (0, 0)
-        widths.append(high - low)
-    assert widths[0] == pytest.approx(widths[1], rel=0.02)
 
 
 def test_2000_resamples_of_all_metrics_take_seconds() -> None:

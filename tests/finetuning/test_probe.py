@@ -23,11 +23,11 @@ from finetuning.features import kept
 from finetuning.heads import frozen
 from finetuning.heads.head_file import checkpoint_of, open_head, predict_rows
 from finetuning.train import main
-from tests.support.finetune_factory import CONFIG, PREPARED, RUNTIME, config, embed_rows, save_checkpoint
+from tests.support.finetune_factory import PREPARED, RUNTIME, config, embed_rows, save_checkpoint
 from tests.support.pipeline_factory import ROOT
 from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.cli import run_cli
-from utils.config.load import config_of_yaml, load_config
+from utils.config.load import config_of_yaml
 from utils.config.schema import Config, StorageOptions, leaves
 from utils.errors import ConfigError, UserError
 from utils.report import cli as report
@@ -211,24 +211,6 @@ def test_a_key_that_does_nothing_is_refused(checkpoint: str, tmp_path: Path) -> 
     assert not {key for table in UNREAD.values() for key in table} - {
         *(name for name, _, _ in leaves(Config())), "augment.",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("head.learning_rates=[]", "head.learning_rates: expected one number above 0 or more"),
-        ("head.learning_rates=[0.1,-1]", "head.learning_rates"),
-        ("head.weight_decays=[-1]", "head.weight_decays: expected one number of 0 or more"),
-        (
-            "head.learning_rates=[1e-3,0.001]",
-            "head.learning_rates: expected different numbers, found .*0.001",
-        ),
-        ("head.weight_decays=[0.1,0,0.10]", "head.weight_decays: expected different numbers"),
-    ],
-)
-def test_rules_of_the_head(override: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(CONFIG, [override])
 
 
 def test_the_head_names_its_encoder_from_any_folder(

@@ -71,14 +71,8 @@ def test_pooling_is_mean_and_std_over_valid_tokens_only() -> None:
     tokens = torch.tensor([[[1.0, 10.0], [3.0, 10.0], [999.0, -999.0]]])
     pooled = pool_tokens(tokens, torch.tensor([[1.0, 1.0, 0.0]]))
     torch.testing.assert_close(pooled, torch.tensor([[2.0, 10.0, 1.0, 0.0]]))
-
-
-def test_pooling_weights_partly_valid_tokens() -> None:
-    pooled = pool_tokens(torch.tensor([[[0.0], [4.0]]]), torch.tensor([[0.75, 0.25]]))
+    pooled = pool_tokens(torch.tensor([[[0.0], [4.0]]]), torch.tensor([[0.75, 0.25]]))  # partly valid
     torch.testing.assert_close(pooled, torch.tensor([[1.0, 3.0**0.5]]))
-
-
-def test_pooling_refuses_a_volume_without_valid_tokens() -> None:
     with pytest.raises(ValueError, match=r"found none in \[1\]"):
         pool_tokens(torch.ones(2, 3, 4), torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
 

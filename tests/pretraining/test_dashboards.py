@@ -24,7 +24,7 @@ from pretraining.run import open_run
 from pretraining.train import train
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT, pipeline_config
-from tests.support.process_factory import metrics
+from tests.support.process_factory import metrics, without_clock
 from tests.support.tb_reader import events, scalars
 from tests.support.wandb_reader import history, written
 from utils.errors import UserError
@@ -116,11 +116,7 @@ def test_pictures_move_no_number(
     monkeypatch.setattr(*MANY_TO_VALIDATE)
     run = tmp_path / "unwatched"
     assert train(pipeline_config(folder, f"run.dir={run}")) == 0
-
-    def numbers(path: Path) -> list[dict[str, Any]]:
-        return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in metrics(path)]
-
-    assert numbers(run) == numbers(watched)
+    assert without_clock(run) == without_clock(watched)
 
 
 def test_a_disk_that_is_full_at_the_first_picture_leaves_nobody_waiting(

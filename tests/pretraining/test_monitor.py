@@ -377,14 +377,29 @@ def test_each_sign_of_collapse_counts_on_its_third_line(bad: dict[str, float]) -
     assert steps_of([line()] + 5 * [line(**just_not)]) == []
 
 
-def test_the_rank_is_compared_with_its_highest() -> None:
-    assert steps_of([line(rankme=20.0), line(rankme=100.0)] + 3 * [line(rankme=24.0)]) == [("collapse", 4)]
-    assert steps_of([line(rankme=20.0), line(rankme=90.0)] + 3 * [line(rankme=24.0)]) == []
+NARROW = {"feature_std": 0.29, "feature_cosine": 0.985}
+LOW, HIGH, ALIKE = {"val/rankme": 11.0}, {"val/rankme": 80.0}, 3 * [line(**NARROW)]
+COLLAPSES = [
+    # the rank is compared with its highest, and is an alarm where it is low from the start
+    ([line(rankme=20.0), line(rankme=100.0), *3 * [line(rankme=24.0)]], 4),
+    ([line(rankme=20.0), line(rankme=90.0), *3 * [line(rankme=24.0)]], None),
+    (4 * [line(rankme=2.4)], 2),
+    (4 * [line(rankme=2.6)], None),
+    # in validation it counts the second time
+    ([HIGH, line(), LOW, line(), LOW], 4),
+    ([HIGH, LOW, {"val/rankme": 30.0}, LOW], None),
+    # little spread of features that are alike
+    ([line(), *ALIKE], 3),
+    ([line(), *ALIKE, *9 * [line()]], 3),
+    ([line()] + 9 * [line(**NARROW | {"feature_std": 0.35})], None),  # real eyes, useful features
+    ([line()] + 9 * [line(**NARROW | {"feature_cosine": 0.97})], None),
+    ([line()] + 9 * [line(**NARROW | {"feature_cosine": None})], None),
+]
 
 
-def test_a_rank_that_is_low_from_the_start_alarms_too() -> None:
-    assert steps_of(4 * [line(rankme=2.4)]) == [("collapse", 2)]
-    assert steps_of(4 * [line(rankme=2.6)]) == []
+@pytest.mark.parametrize(("lines", "step"), COLLAPSES)
+def test_what_is_a_collapse_and_when(lines: list[dict[str, float | None]], step: int | None) -> None:
+    assert steps_of(lines) == ([] if step is None else [("collapse", step)])
 
 
 def test_voxels_as_targets_leave_the_fall_of_the_rank_out_and_nothing_else() -> None:
@@ -420,12 +435,6 @@ def test_a_run_without_the_loss_of_neighbours_has_the_usual_alarm() -> None:
     assert rank_fall("neighbour", "method.control=penalty_only") == rank_fall("vjepa2")
 
 
-def test_the_rank_in_validation_counts_the_second_time() -> None:
-    low = {"val/rankme": 11.0}
-    assert steps_of([{"val/rankme": 80.0}, line(), low, line(), low]) == [("collapse", 4)]
-    assert steps_of([{"val/rankme": 80.0}, low, {"val/rankme": 30.0}, low]) == []
-
-
 def test_a_prediction_that_moves_with_its_targets_is_a_leak_at_once() -> None:
     assert steps_of([{"val/leak": 1e-5}, {"val/leak": 0.002}]) == [("leak", 1)]
     assert steps_of([{"val/leak": 1e-4}, {"val/leak": None}, {"val/leak": 0.0}]) == []
@@ -439,18 +448,6 @@ def test_only_a_skill_that_nothing_learned_reaches_is_a_leak() -> None:
     assert steps_of([spoilt, *2 * [{"val/skill_position": 0.99}]]) == [("leak", 2)]
     # a moving estimate decides nothing
     assert steps_of(9 * [line(skill_position=0.99)]) == []
-
-
-def test_little_spread_of_features_that_are_alike_is_a_collapse() -> None:
-    narrow = {"feature_std": 0.29, "feature_cosine": 0.985}
-    assert steps_of([line(), *3 * [line(**narrow)]]) == [("collapse", 3)]
-    assert steps_of([line(), *3 * [line(**narrow)], *9 * [line()]]) == [("collapse", 3)]
-    assert steps_of([line()] + 9 * [line(**narrow | {"feature_std": 0.41})]) == []
-    assert steps_of([line()] + 9 * [line(**narrow | {"feature_cosine": 0.97})]) == []
-    assert (
-        steps_of([line()] + 9 * [line(**narrow | {"feature_std": 0.35})]) == []
-    )  # real eyes, useful features
-    assert steps_of([line()] + 9 * [line(**narrow | {"feature_cosine": None})]) == []
 
 
 def test_an_alarm_ends_and_may_begin_again() -> None:

@@ -13,7 +13,8 @@ from data_setup.masks import MaskPlan
 from models.vit3d import SelfAttention
 from pretraining.gauges.throughput import CudaLaps, Laps, Throughput, flops_per_step
 from pretraining.step import Update, build_optimizer, train_step
-from tests.models.test_models import plain_attention
+from tests.models.test_models import plain
+from tests.pretraining.test_step import split
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from utils.config.schema import Config
 from utils.runtime.device_peak import device_peak, measure_matmul
@@ -169,17 +170,12 @@ def batch_of(cfg: Config) -> dict[str, torch.Tensor]:
     return {**batch, "context": context, "target": target, **valid}
 
 
-def split(batch: dict[str, torch.Tensor], parts: int) -> list[dict[str, torch.Tensor]]:
-    pieces = {key: value.chunk(parts) for key, value in batch.items()}
-    return [{key: value[i] for key, value in pieces.items()} for i in range(parts)]
-
-
 def counted_by_torch(cfg: Config, parts: int) -> tuple[int, int]:
     """(ours, torch's) operations of one real update of so many micro-batches."""
     model = nano_model(cfg).train()
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            module.attention = plain_attention
+            module.attention = plain
     batches = split(batch_of(cfg), parts)
     with FlopCounterMode(display=False) as counter:
         train_step(model, build_optimizer(model, cfg), batches, cfg, CPU, Update(0, 1e-3, 0.9))

@@ -154,6 +154,11 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def without_clock(run: Path) -> list[dict[str, Any]]:
+    """The metrics that a rerun gives again."""
+    return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in metrics(run)]
+
+
 def losses(run: Path) -> dict[int, float]:
     """Training loss by step."""
     return {row["step"]: row["train/loss"] for row in metrics(run) if "train/loss" in row}
@@ -171,11 +176,7 @@ def assert_same_run(run: Path, other: Path, step: int) -> None:
     """The same weights, bit for bit, and the same metrics but for the clock."""
     for (name, a), b in zip(weights(run, step).items(), weights(other, step).values(), strict=True):
         assert torch.equal(a, b), name
-    one, two = (
-        [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in metrics(r)]
-        for r in (run, other)
-    )
-    assert one == two
+    assert without_clock(run) == without_clock(other)
 
 
 def processes() -> dict[int, tuple[int, str]]:

@@ -89,7 +89,7 @@ def test_the_copy_is_taken_at_the_call(tmp_path: Path) -> None:
     assert float(load_checkpoint(str(tmp_path / "step_00000001.pt"))["w"].sum()) == 10
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "seal"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
 def test_a_damaged_newest_is_reported_and_the_one_before_used(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,11 +98,9 @@ def test_a_damaged_newest_is_reported_and_the_one_before_used(
     data = bytearray(path.read_bytes())
     if damage == "truncated":
         path.write_bytes(data[:-100])
-    elif damage == "flipped":
+    else:
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
-    else:
-        (tmp_path / "step_00000002.json").write_text("{")
     with pytest.raises(CheckpointError, match="step_00000002"):
         load_checkpoint(str(path))
     with caplog.at_level(logging.WARNING):
@@ -131,7 +129,7 @@ def test_a_flipped_bit_anywhere_in_a_seal_falls_back_to_the_checkpoint_before(tm
 @pytest.mark.parametrize(
     "seal",
     [
-        *("null", "[]", "1", '"a"', "NaN", "{", '{"a":' * 100_000, "9" * 5000, "\ufeff{}"),
+        *("null", "[]", "{}", "1", '"a"', "NaN", "{", '{"a":' * 100_000, "9" * 5000, "\ufeff{}"),
         *({"sha256": value} for value in (None, 1, ["a"], "é")),
         *({"size": value} for value in (None, "9", 1.5, True, -1, 10**30)),
         *({"permanent": value} for value in (None, "false", 0)),
@@ -224,10 +222,7 @@ def test_what_a_person_must_mend_is_not_tried_again(
 
 def test_a_damaged_old_seal_does_not_stop_later_writes(tmp_path: Path) -> None:
     writer = write(tmp_path, [1, 2])
-    for damage in ("{", "{}", "[]"):
-        (tmp_path / "step_00000001.json").write_text(damage)
-        with pytest.raises(CheckpointError, match="step_00000001"):
-            load_checkpoint(str(tmp_path / "step_00000001.pt"))
+    (tmp_path / "step_00000001.json").write_text("[]")
     for step in (3, 4):
         writer.save({"step": step}, [f"step_{step:08d}"])
     writer.close()

@@ -24,8 +24,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_setup.phantom.__main__ import write_tree
-from data_setup.prepare import main
 from data_setup.store.reader import PreparedStore
 from tests.support.pipeline_factory import ROOT
 from tests.support.prepare_runs import arguments, contents
@@ -34,22 +32,6 @@ TIMEOUT_S = 300.0  # of one process; a machine may be loaded
 pytestmark = pytest.mark.timeout(7200)
 KILLS = [pytest.param(5, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.soak)]
 _PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE = 24, 1  # of prctl(2) and capabilities(7)
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A phantom tree of three participants, all files good."""
-    out = tmp_path_factory.mktemp("phantom") / "tree"
-    write_tree(out, participants=3, seed=7, workers=1)
-    return out
-
-
-@pytest.fixture(scope="module")
-def clean(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree prepared without any interruption."""
-    store = tmp_path_factory.mktemp("clean") / "store"
-    assert main(arguments(tree, store)) == 0
-    return store
 
 
 def start(module: str, arguments: list[str], **options: Any) -> subprocess.Popen[str]:

@@ -64,11 +64,13 @@ def health(series: Series, alarms: Sequence[tuple[int, str]], not_finite: Mappin
     still = _still(series)
     if still:
         return Health(STALLED, (still, *past))
-    gauge = gauge_of(series)
+    # what decides whether the run learns
+    counts = {key: len(series.get(key, ())) for key in (*TASK_SCORES, SKILL)}
+    gauge = next((key for key, count in counts.items() if count >= MIN_POINTS), None)
     if gauge is None and (without := _without_skill(series)):
         return Health(NEVER, (without, *_ranks(series), *past))
     if gauge is None:
-        reason = f"Validation has {_most(series)} of the {MIN_POINTS} values that a verdict needs."
+        reason = f"Validation has {max(counts.values())} of the {MIN_POINTS} values that a verdict needs."
         return Health(EARLY, (reason, *_ranks(series), *past))
     floor = series[gauge][0][1] if gauge in TASK_SCORES else 0.0
     last, trend = series[gauge][-1][1], trend_of(series[gauge])
@@ -78,11 +80,6 @@ def health(series: Series, alarms: Sequence[tuple[int, str]], not_finite: Mappin
     above = "its first value" if gauge in TASK_SCORES else "0, the best constant of each position"
     word = EARLY if trend == "rises" else STALLED
     return Health(word, (f"{words}, not above {above}.", *_ranks(series), *past))
-
-
-def gauge_of(series: Series) -> str | None:
-    """The metric that decides whether the run learns; None where none has MIN_POINTS values."""
-    return next((key for key in (*TASK_SCORES, SKILL) if len(series.get(key, ())) >= MIN_POINTS), None)
 
 
 def without_skill(volumes: float) -> str:
@@ -100,11 +97,6 @@ def _without_skill(series: Series) -> str:
     volumes = [point for point in series.get("val/volumes", ()) if point[0] > 0]
     measured = {step for key in (*TASK_SCORES, SKILL) for step, _ in series.get(key, ())}
     return without_skill(volumes[-1][1]) if volumes and volumes[-1][0] not in measured else ""
-
-
-def _most(series: Series) -> int:
-    """How many values a gauge of learning has."""
-    return max(len(series.get(key, ())) for key in (*TASK_SCORES, SKILL))
 
 
 def trend_of(points: Sequence[tuple[int, float]]) -> str:

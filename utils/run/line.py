@@ -44,11 +44,6 @@ SCALE = {"perf/data_wait_fraction": 100.0, "val/minus_the_squared_error": -1.0} 
 SLOW_DATA = 0.2  # share of the time spent waiting for data from which the line says so
 
 
-def is_validation(values: Values) -> bool:
-    """Whether these are the metrics of a validation."""
-    return any(key.startswith("val/") for key in values)
-
-
 def health(values: Values, skipped_before: float = 0.0) -> str:
     """A word on how the run is, the gravest first; 'no alarm' promises no more than that.
 
@@ -95,7 +90,7 @@ class TrainingLine:
         """
         arm = next((key.split("/")[0] for key in values if key.split("/")[1:2] in (["train"], ["val"])), "")
         values = {key.removeprefix(f"{arm}/"): value for key, value in values.items()}
-        if is_validation(values):
+        if any(key.startswith("val/") for key in values):
             text = ", ".join([*words(values, VALIDATION), *self._alarm(values)])
             log.info("validation%s at step %d: %s", f" of {arm}" if arm else "", step, text)
             if self._alarm(values):

@@ -19,7 +19,6 @@ from models.weights.shape import new_encoder
 from tests.models.weights.weight_files import MAE, METHODS, config, exit_line, own_checkpoint, volume
 from tests.support.pipeline_factory import ROOT, SMOKE
 from utils.checkpoint import CheckpointError, load_checkpoint
-from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.errors import ConfigError, UserError
 
@@ -209,11 +208,7 @@ def test_an_error_is_one_line_and_exit_code_2(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     command = ["import", str(tiny), "--config", str(SMOKE), "model.size=s"]
-    with pytest.raises(SystemExit) as stop:
-        run_cli(lambda: main([*command, "--out", str(tmp_path / "x.pt"), "model.rope=tiled"]))
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    error = exit_line([*command, "--out", str(tmp_path / "x.pt"), "model.rope=tiled"], capsys)
     assert "model.size s: expected" in error
     assert not (tmp_path / "x.pt").exists()
     for damage, message in [("model.sise=s", "model.sise: unknown key"), ("model.rope=round", "model.rope")]:

@@ -22,6 +22,7 @@ from models.weights.layouts import from_hf, to_hf
 from models.weights.load import GRAY_MEAN, GRAY_STD, NORMALISATION, fit, load_encoder, start_from
 from models.weights.shape import encoder_size, predictor_shape, require_same
 from pretraining.train import main as train
+from tests.models.weights.test_vjepa21 import saved as vjepa21_file
 from tests.models.weights.weight_files import (
     MAE,
     MEAN,
@@ -476,14 +477,16 @@ def test_a_run_starts_from_them(tiny: Path, tmp_path: Path, caplog: pytest.LogCa
         start_from(model, config(f"method.init_from={own}", "model.rope=interleaved"), STORE_NORMALISATION)
 
 
-def test_the_command_starts_from_them(pipeline: Path, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", ["tiled", "interpolated"])
+def test_the_command_starts_from_them(pipeline: Path, tiny: Path, tmp_path: Path, rope: str) -> None:
     """One update on the phantom: but for the moving average, what the checkpoint has is the file's."""
-    words = [f"method.init_from={tiny}", "model.rope=tiled", "optim.base_lr=1e-9", "train.max_steps=1"]
-    words += ["method.neighbour_weight=0"]
-    words += [f"run.dir={tmp_path / 'run'}", "train.val_every_steps=null"]
+    path = str(tiny) if rope == "tiled" else vjepa21_file(tmp_path / "vitb.pt")
+    start = [f"method.init_from={path}", f"model.rope={rope}", "method.neighbour_weight=0"]
+    words = ["optim.base_lr=1e-9", "train.max_steps=1", "train.val_every_steps=null"]
+    words += [*start, f"run.dir={tmp_path / 'run'}"]
     assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
     (kept,) = (tmp_path / "run/checkpoints").glob("step_*.pt")
-    expected = fit(read_weights(str(tiny)), config(f"method.init_from={tiny}")).tensors
+    expected = fit(read_weights(path), config(*start)).tensors
     model = load_checkpoint(str(kept))["model"]
-    for name in (name for name in model if not name.startswith("target_encoder.")):
+    for name in (name for name in expected if not name.startswith("target_encoder.")):
         torch.testing.assert_close(model[name], expected[name], atol=1e-6, rtol=0)

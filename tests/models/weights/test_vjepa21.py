@@ -17,11 +17,10 @@ from models.weights.files import read_weights
 from models.weights.layouts import encoder_of, is_vjepa21, predictor_left_out
 from models.weights.load import GRAY_MEAN, GRAY_STD, IMAGENET_MEAN, IMAGENET_STD, start_from
 from models.weights.shape import encoder_size, new_encoder, require_same
-from pretraining.train import main as train
 from tests.models.weights.weight_files import config, volume
-from tests.support.pipeline_factory import SMOKE, pipeline_overrides
+from tests.support.pipeline_factory import SMOKE
 from tests.support.vjepa2_oracle import Plain, coordinates, norm, plain_blocks
-from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.checkpoint import CheckpointError
 
 HEADS = 2
 PATCH = (2, 8, 8)
@@ -158,17 +157,6 @@ def test_a_run_starts_from_it(tmp_path: Path) -> None:
             ours = module.eval()(doubled[None])[0].double()
         torch.testing.assert_close(ours, reference(weights, PATCH, video, list(range(32))), atol=1e-4, rtol=0)
     assert all(torch.equal(p, random[name]) for name, p in model.predictor.named_parameters())
-
-
-def test_the_command_starts_from_it(pipeline: Path, tmp_path: Path) -> None:
-    """One update on the phantom: the encoder is the file's."""
-    words = [f"method.init_from={saved(tmp_path / 'vitb.pt')}", INTERPOLATED]
-    words += [f"run.dir={tmp_path / 'run'}", "optim.base_lr=1e-9", "train.max_steps=1"]
-    words += ["train.val_every_steps=null"]
-    assert train(["--config", str(SMOKE), *pipeline_overrides(pipeline), *words]) == 0
-    (kept,) = (tmp_path / "run/checkpoints").glob("step_*.pt")
-    weight = load_checkpoint(str(kept))["model"]["encoder.blocks.1.mlp.fc1.weight"]
-    torch.testing.assert_close(weight, ENCODER["blocks.1.mlp.fc1.weight"], atol=1e-6, rtol=0)
 
 
 def test_the_commands_account_for_every_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,10 @@ def read_volume(
         expected = "neighbouring B-scans that are more alike than distant ones"
         raise OCTReadError(record.url, RejectReason.NOT_A_VOLUME, expected, actual)
     measured = measure(volume) | meter.columns(header.spacing_mm)
+    if header.transfer_syntax == IMAGES and (last := meter.seam()):
+        seam = f"nothing goes on from B-scan {last} to {last + 1} of {header.shape[0]}"
+        advice = "give each its own, or name one by `files` in a volume.yaml"
+        measured["message"] = f"{seam}: two eyes numbered on in one folder? {advice}"
     if measured["intensity_std"] == 0:
         raise OCTReadError(record.url, RejectReason.CONSTANT_VOLUME, "an image on the grid", "one grey value")
     return header, volume, measured

@@ -16,7 +16,7 @@ from data_setup.readers.sidecar import FOLDER_SIDECAR
 from data_setup.store.summary import by_frequency, next_step, words
 from data_setup.tables.splits import FEW_PEOPLE, seeded_split, shortfalls
 from utils.config.schema import StorageOptions
-from utils.storage import join
+from utils.storage import absolute, join
 
 NAMES = 3  # examples of a line
 # for a machine with an accelerator, and for one without
@@ -127,7 +127,9 @@ def _doubts(rows: Sequence[Entry]) -> list[str]:
     in_folder: dict[str, set[str]] = {}
     tops: dict[str, set[str]] = {}
     spellings: dict[str, set[str]] = {}
+    scans: dict[str, dict[str, str]] = {}  # a UID, which no line names -> person -> path
     for entry in rows:
+        scans.setdefault(entry.sop_instance_uid or entry.path, {}).setdefault(entry.person_id, entry.path)
         in_folder.setdefault(posixpath.dirname(entry.path) or ".", set()).add(entry.person_id)
         in_folder.setdefault(posixpath.join(entry.place, entry.path_name), set()).add(entry.person_id)
         if entry.person_source == "header":
@@ -147,6 +149,13 @@ def _doubts(rows: Sequence[Entry]) -> list[str]:
         lines.append(
             f"  warning: {len(some)} ids of headers differ only in case or blanks, each taken for another "
             f"person: {_some(some)}"
+        )
+    if some := [
+        " and ".join(f"{path} of {p}" for p, path in s.items()) for s in scans.values() if len(s) > 1
+    ]:
+        lines.append(
+            f"  warning: {len(some)} scans are of two people by one SOPInstanceUID: {_some(some)}; of the "
+            "same voxels prepare takes the first: correct person_id, or take the other file away"
         )
     return lines
 
@@ -294,7 +303,9 @@ def _next(
         places.append(f"data.participants_path={join(out, 'participants.tsv')}")
     if options.endpoint_url:
         places.append(f"data.storage_options.endpoint_url={options.endpoint_url}")
-    places.append("data.store=STORE")
+    place = absolute(out)
+    is_bucket = "://" in place and place.count("/") == 2
+    places.append(f"data.store={join(place, 'store') if is_bucket else f'{place}_store'}")
     has_accelerator = any(map(glob, ACCELERATORS))
     command = ["python", "-m", "data_setup.prepare", "--config", CONFIGS[has_accelerator], *places]
     lines = [f"next: {shlex.join(command)}"]

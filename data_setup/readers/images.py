@@ -58,9 +58,11 @@ def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         if tiff.is_bigtiff and tiff.byteorder == ">":  # Pillow cannot decode it
             expected, actual = "TIFF, or BigTIFF little-endian", "BigTIFF with big-endian numbers"
             raise OCTReadError(url, RejectReason.UNSUPPORTED_FORMAT, expected, actual)
-        pages = _count_pages(tiff)
+        numbers = _pages(tiff)
+        pages = len(numbers)
         file.seek(0)
         image = Image.open(file, formats=("TIFF",))
+        image.seek(numbers[0] if len(tiff.pages) > 1 else 0)
     first = pixels_of(image, url, f"page 1 of {pages}")
     check_length(pages * first.nbytes, url)
     with reading(url, RejectReason.CORRUPT_FILE, "the metadata of its TIFF tags"):
@@ -70,7 +72,7 @@ def read_tiff(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
     header = make_header(url, "TIFF", (pages, *first.shape), first.dtype, (spacing, source), sidecar)
     yield header
     in_one = pages > 1 == len(tiff.pages)
-    frames = _slices_behind(file, tiff, pages, url) if in_one else _decoded_pages(image, pages, url)
+    frames = _slices_behind(file, tiff, pages, url) if in_one else _decoded_pages(image, numbers, url)
     yield from checked_frames(frames, header)
 
 
@@ -133,6 +135,10 @@ def iter_images(
         with reading(url, RejectReason.CORRUPT_FILE, f"{where} to be an image"):
             image = Image.open(io.BytesIO(data), formats=tuple(set(_FORMATS.values())))
             frames = int(getattr(image, "n_frames", 1))
+            if frames > 1 and image.format == "TIFF":
+                numbers = _pages(TiffFile(io.BytesIO(data), is_lsm=False, is_scanimage=False))
+                frames = len(numbers)
+                image.seek(numbers[0])
         if image.format != kind:
             expected = f"{where}: {kind}, as its name says"
             raise OCTReadError(url, RejectReason.WRONG_KIND, expected, image.format)
@@ -223,34 +229,37 @@ def moving_columns(
 def count_pages(file: IO[bytes], url: str) -> int:
     """The number of pages of a TIFF file, without its pixels; raises OCTReadError."""
     with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file"):
-        return _count_pages(TiffFile(file, is_lsm=False, is_scanimage=False))
+        return len(_pages(TiffFile(file, is_lsm=False, is_scanimage=False)))
 
 
-def _count_pages(tiff: TiffFile) -> int:
-    """The number of pages; raises for a cut chain, which tifffile and Pillow take for its end, and a loop."""
-    offsets, last = set(), tiff.pages.first.offset
-    for page in tiff.pages:
+def _pages(tiff: TiffFile) -> Sequence[int]:
+    """The numbers of the pages from 0, but of thumbnails (NewSubfileType 1) beside them; raises for a cut
+    chain, which tifffile and Pillow take for its end, and a loop.
+    """
+    offsets, full, last = set(), [], tiff.pages.first.offset
+    for number, page in enumerate(tiff.pages):
         last = page.offset
         if last in offsets:
             raise ValueError("a loop in the chain of pages")
         offsets.add(last)
+        full += [number] * (not getattr(page, "subfiletype", 0) & 1)
     layout, file = tiff.tiff, tiff.filehandle
     if len(offsets) == 1 and tiff.imagej_metadata is not None:  # all slices behind one directory
-        return max(1, int(tiff.imagej_metadata.get("images", 1)))
+        return range(max(1, int(tiff.imagej_metadata.get("images", 1))))
     file.seek(last)
     tags = struct.unpack(layout.tagnoformat, file.read(layout.tagnosize))[0]
     file.seek(tags * layout.tagsize, 1)
     if struct.unpack(layout.offsetformat, file.read(layout.offsetsize)) != (0,):
         raise ValueError("a last page that names another one")
-    return len(offsets)
+    return full or range(len(offsets))
 
 
-def _decoded_pages(image: Image.Image, pages: int, url: str) -> Iterator[np.ndarray]:
+def _decoded_pages(image: Image.Image, numbers: Sequence[int], url: str) -> Iterator[np.ndarray]:
     turns: set[int] = set()
-    for index in range(pages):
-        with reading(url, RejectReason.CORRUPT_FILE, f"page {index + 1} of {pages}"):
-            image.seek(index)
-        yield pixels_of(image, url, f"page {index + 1} of {pages}", turns=turns)
+    for index, number in enumerate(numbers, start=1):
+        with reading(url, RejectReason.CORRUPT_FILE, f"page {index} of {len(numbers)}"):
+            image.seek(number)
+        yield pixels_of(image, url, f"page {index} of {len(numbers)}", turns=turns)
 
 
 def _slices_behind(file: IO[bytes], tiff: TiffFile, count: int, url: str) -> Iterator[np.ndarray]:

@@ -50,7 +50,7 @@ QUALITY_COLUMNS: dict[str, tuple[str, str]] = {
 INDEX_COLUMNS: dict[str, tuple[str, str]] = {
     "row": ("int64", "position in volumes and in records.jsonl"),
     "status": ("str", "kept, pending (not prepared yet), or the reason of the reject"),
-    "message": ("str", "the reject in one line"),
+    "message": ("str", "the reject, or a doubt, in one line"),
     "listed": ("bool", "the record was in the manifest of the last prepare, whatever its filters"),
     "person_id": ("str", "participant"),
     "device": ("str", "device folder"),

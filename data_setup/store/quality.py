@@ -37,6 +37,9 @@ MAP = 32  # the side of the coarse picture by which B-scans are compared
 FEWEST_COMPARED = 8  # B-scans
 ALIKE, NEARER = 0.9, 0.1  # correlations: neighbours of one scan, and by how much distant ones are below
 FEWEST_SORTED, FEWEST_CUTS, CUT_SHARE = 18, 3, 0.1  # B-scans; places between two that have nothing in common
+SEAM = (
+    0.15  # correlation: how far the only such place lies below all others; .04 in real eyes, .12 in phantoms
+)
 LEAST_NOISE = 0.5  # grey values: rounding alone makes 0.3
 # column -> (value that is worth 0, value that is worth 1)
 LIMITS = {
@@ -127,11 +130,22 @@ class Meter:
         far = float(np.concatenate([np.diag(products, k) for k in range(count // 3, count)]).mean())
         if near < ALIKE and near - far < NEARER:
             return near, far
-        # two frames before a place with two after it: a jump of the eye parts neighbours too, but comes back
-        across = np.array([products[n - 1 : n + 1, n + 1 : n + 3].mean() for n in range(1, count - 2)])
+        across = _across(products)
         cuts = across[across < min(ALIKE, far + NEARER / 4)]
         is_sorted = count >= FEWEST_SORTED and len(cuts) >= max(FEWEST_CUTS, CUT_SHARE * count)
         return (float(cuts.mean()), far) if is_sorted else None
+
+    def seam(self) -> int | None:
+        """The number of the B-scan before the only place across which nothing goes on, as between two eyes;
+        None without one, and for few frames.
+        """
+        if len(self._maps) < FEWEST_SORTED:
+            return None
+        across = _across(np.array(self._maps) @ np.array(self._maps).T)
+        place = int(across.argmin())
+        others = np.delete(across, range(max(0, place - 2), min(len(across), place + 3)))
+        is_inside = FEWEST_COMPARED <= place + 2 <= len(self._maps) - FEWEST_COMPARED
+        return place + 2 if is_inside and others.min() - across[place] > SEAM else None
 
     def _motion_um(self, missing: np.ndarray, spacing_mm: tuple[float, float, float]) -> float:
         """Mean distance between the shift of a B-scan and the median shift of its neighbours."""
@@ -151,6 +165,13 @@ def share_between(name: str, value: Any) -> Any:
     """How far a number lies between its limits, below 0 and above 1 too; of a float or an array."""
     worst, best = LIMITS[name]
     return (value - worst) / (best - worst)
+
+
+def _across(products: np.ndarray) -> np.ndarray:
+    """Correlations of two frames before a place with two after it, from that behind frame 2 on. A jump of the
+    eye parts neighbours too, but comes back.
+    """
+    return np.array([products[n - 1 : n + 1, n + 1 : n + 3].mean() for n in range(1, len(products) - 2)])
 
 
 def _two_classes(levels: np.ndarray, noise: np.ndarray) -> tuple[float, float, float]:

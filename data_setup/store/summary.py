@@ -184,6 +184,8 @@ def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, st
     if shared:
         first = ", ".join(shared[:REJECT_NAMES]) + (", ..." if len(shared) > REJECT_NAMES else "")
         texts.append(f"warning: one SOPInstanceUID, other voxels: {first}: each is used as another scan")
+    doubts = index[(index.status == KEPT) & index.message.notna()].head(AUDIT_NAMES)
+    texts += [f"warning: {path}: {text}" for path, text in zip(doubts.path, doubts.message, strict=True)]
     if same := identical_volumes(index):
         texts.append(f"the same volume under several participants: {_named(index, same, lines)}")
     return texts

@@ -217,7 +217,9 @@ def _settle_repeats(table: list[dict[str, Any]]) -> None:
             one = first.setdefault(row["checksum"], row)
             if one is not row:
                 message = f"expected another scan, found the SOPInstanceUID and the voxels of {one['path']!r}"
-                other = "" if one["person_id"] == row["person_id"] else ", of another person"
+                other = (
+                    "" if one["person_id"] == row["person_id"] else f", of another person, {one['person_id']}"
+                )
                 row |= {"status": DUPLICATE, "message": message + other}
             elif len(first) > 1:
                 row["sop_instance_uid"] = ""

@@ -19,7 +19,7 @@ from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.store.format import QUALITY_COLUMNS
 from data_setup.store.quality import LIMITS, Meter
 from data_setup.store.reader import PreparedStore
-from data_setup.store.summary import summarise, table
+from data_setup.store.summary import repeats, summarise, table
 from tests.support.dicom_factory import write_opt
 from tests.support.finetune_factory import config, index_store, make_world
 from tests.support.import_factory import write_folder
@@ -178,11 +178,27 @@ def test_pictures_of_strangers_are_no_volume(tmp_path: Path, eyes: list[tuple[np
             folder = write_folder(tmp_path / f"{number}" / name, voxels, spacing_mm=list(spacing))
             record = unknown_record(str(folder), f"{number}/{name}")
             if name == "eye":
-                read_volume(record, cfg.spatial, cfg.data.storage_options)
+                assert "message" not in read_volume(record, cfg.spatial, cfg.data.storage_options)[2]
                 continue
             with pytest.raises(OCTReadError, match="pictures of different scans") as caught:
                 read_volume(record, cfg.spatial, cfg.data.storage_options)
             assert caught.value.reason == RejectReason.NOT_A_VOLUME
+
+
+def test_two_eyes_numbered_on_in_one_folder_are_said(
+    tmp_path: Path, eyes: list[tuple[np.ndarray, Spacing]]
+) -> None:
+    """The place is not the middle."""
+    cfg = config(tmp_path, tmp_path / "run")
+    for number, (volume, spacing) in enumerate(eyes[1:]):
+        voxels = np.concatenate([volume[:14], eyes[0][0]])
+        folder = write_folder(tmp_path / f"{number}", voxels, spacing_mm=list(spacing))
+        record = unknown_record(str(folder), f"{number}")
+        message = str(read_volume(record, cfg.spatial, cfg.data.storage_options)[2]["message"])
+        assert message.startswith("nothing goes on from B-scan 14 to 15 of 34: two eyes numbered on")
+        rows = [{"path": "1/OD", "message": message}, {"path": "2/OD", "message": None}]
+        texts = repeats(index_store(rows).index, {}, {})
+        assert texts == [f"warning: 1/OD: {message}"]
 
 
 def test_what_is_worth_nothing_and_what_lies_outside_is_said(tmp_path: Path) -> None:

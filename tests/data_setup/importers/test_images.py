@@ -114,6 +114,19 @@ def test_tiff_as_programs_write_it(tmp_path: Path, name: str) -> None:
     assert np.array_equal(read(write_tiff(tmp_path / "eye.tif", stored, **TIFFS[name]))[1], voxels)
 
 
+@pytest.mark.parametrize("place", [0, 6])
+def test_a_thumbnail_is_no_b_scan(tmp_path: Path, place: int) -> None:
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
+    planes, small = list(speckle()), {"subfiletype": 1, "append": True}
+    for n, plane in enumerate([*planes[:place], planes[0][::4, ::4], *planes[place:]]):
+        write_tiff(tmp_path / "eye.tif", plane, **(small if n == place else {"append": True}))
+    for n, plane in enumerate(planes):
+        for image in (plane[::4, ::4], plane)[:: 1 if place == 0 else -1]:
+            write_tiff(tmp_path / f"eye/{n}.tif", image, **(small if len(image) == 10 else {"append": True}))
+    for name in ("eye.tif", "eye"):
+        assert np.array_equal(read(tmp_path / name)[1], speckle())
+
+
 def test_a_tiff_that_pillow_cannot_open_is_named(tmp_path: Path) -> None:
     path = write_tiff(tmp_path / "eye.tif", speckle(), bigtiff=True, byteorder=">")
     refused(reject(path), RejectReason.UNSUPPORTED_FORMAT, "BigTIFF with big-endian numbers")

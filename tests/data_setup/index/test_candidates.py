@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from pydicom.dataset import FileDataset
+from tifffile import imwrite
 
 from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
@@ -90,7 +91,8 @@ def test_tiff_pages_of_a_folder_and_tiff_volumes(tmp_path: Path) -> None:
     """Files of one page are the B-scans of a folder; files of several pages are volumes."""
     for n in range(3):
         write_ome(tmp_path / "volumes" / f"{1001 + n}_r.tif", speckle(seed=n), SPACING)
-    write_images(tmp_path / "pages" / "1004_l", speckle(seed=9), suffix="tif", first=1)
+    for path in write_images(tmp_path / "pages" / "1004_l", speckle(seed=9), suffix="tif", first=1):
+        imwrite(path, speckle()[0, ::4, ::4], append=True, subfiletype=1)  # a thumbnail
     index(tmp_path)
     volumes = [f"volumes/{number}_r.tif" for number in (1001, 1002, 1003)]
     assert list(table(tmp_path / "manifest.tsv")) == ["pages/1004_l", *volumes]

@@ -427,15 +427,15 @@ def test_the_page_names_every_set() -> None:
 
 @pytest.mark.slow
 def test_from_an_imitation_to_a_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The commands that index prints, but for the place of the store and the geometry."""
+    """The commands that index prints, but for the geometry."""
     from finetuning import train
     from tests.support.finetune_factory import save_checkpoint
 
-    root, tables, store = (tmp_path / name for name in ("set", "tables", "store"))
+    root, tables, store = (tmp_path / name for name in ("set", "tables", "tables_store"))
     imitations.IMITATIONS["octa500"](root)
     cli.main([str(root), "--set", "octa500", "--out", str(tables)])
     printed = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if "python -m" in line]
-    commands = [shlex.split(line.replace("data.store=STORE", f"data.store={store}")) for line in printed[-4:]]
+    commands = [shlex.split(line) for line in printed[-4:]]
     grid = ["spatial.image_size=[5,44,32]", "spatial.patch_size=[1,11,8]"]
     grid += ["spatial.target_spacing=[0.6,0.049,0.19]"]
     first, labels, probe, _ = commands

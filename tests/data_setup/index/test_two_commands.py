@@ -62,7 +62,7 @@ def test_any_tree_becomes_a_store_in_two_commands(
 def test_a_tree_in_a_bucket_gets_the_tables_of_the_disk_and_the_printed_command_works(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gcsfs over HTTP; the words after `next:` as they stand, but for the grid and STORE."""
+    """gcsfs over HTTP; the words after `next:` as they stand, but for the grid."""
     for name in [n for n in os.environ if n.startswith(("GOOGLE_", "STORAGE_EMULATOR"))]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(ROOT)
@@ -88,10 +88,10 @@ def test_a_tree_in_a_bucket_gets_the_tables_of_the_disk_and_the_printed_command_
         pd.testing.assert_frame_equal(pd.read_parquet(labels), pd.read_parquet(tree / "labels.parquet"))
         *same, line = in_bucket.replace(bucket, str(tree)).splitlines()
         assert same == on_disk.splitlines()[:-1]
-        words = shlex.split(line.replace(str(tree), bucket).replace("STORE", str(tmp_path / "store")))
+        words = shlex.split(line.replace(str(tree), bucket))
         assert words[:4] == ["next:", "python", "-m", "data_setup.prepare"]
         assert prepare.main([*words[4:], "--workers", "0", *GRID]) == 0
-    store, disk = PreparedStore.open(str(tmp_path / "store")), run_prepare(tree, tmp_path / "disk")
+        store, disk = PreparedStore.open(f"{bucket}_store", options), run_prepare(tree, tmp_path / "disk")
     assert store.index.status.tolist() == ["kept"] * 5
     columns = ["path", "spacing_source", "checksum"]
     pd.testing.assert_frame_equal(store.index[columns], disk.index[columns])
@@ -119,7 +119,9 @@ def test_scans_with_one_uid_are_told_apart_by_their_voxels(
     assert listed.status.drop("3").to_dict() == {"1": "kept", "2": "kept", "4": "duplicate_row", "5": "kept"}
     assert listed.status["3"] not in ("kept", "duplicate_row")
     assert set(listed.sop_instance_uid[["1", "2", "5"]]) == {""}
-    voxels = "found the SOPInstanceUID and the voxels of '1/eye.dcm', of another person"
+    voxels = "found the SOPInstanceUID and the voxels of '1/eye.dcm', of another person, 1"
+    doubt = "1 scans are of two people by one SOPInstanceUID: 1/eye.dcm of 1 and 2/eye.dcm of 2"
+    assert doubt in text
     assert f"left out, the same scan again: 4/eye.dcm: expected another scan, {voxels}" in text
     assert "warning: one SOPInstanceUID, other voxels: 1/eye.dcm, 2/eye.dcm, 5/eye.dcm: each is" in text
     manifest = root / "manifest.tsv"

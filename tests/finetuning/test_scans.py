@@ -112,7 +112,7 @@ def test_a_folder_means_all_that_prepare_opens(tree: Path, capsys: pytest.Captur
         (Places(dicoms=["."]), {"P03/scan.dcm"}),
         (Places(files=["P01"]), {"OD", "OS.nii.gz"}),
         (Places(files=["P01/OD"]), {"OD"}),  # the folder is the volume
-        (Places(files=["P01/OD/", "P02/OD.tif", "P02/OD.tif"]), {"OD", "OD.tif"}),
+        (Places(files=["P01/OD/", "P02/OD.tif", "P02/./OD.tif"]), {"OD", "OD.tif"}),
         (Places(files=["absent.nii"]), {"absent.nii"}),  # its line says that it is missing
     ],
 )

@@ -163,9 +163,7 @@ def test_prepare_measures_what_it_reads(tmp_path: Path, eyes: list[tuple[np.ndar
 
 
 def test_pictures_of_strangers_are_no_volume(tmp_path: Path, eyes: list[tuple[np.ndarray, Spacing]]) -> None:
-    """A scan in order is kept as images too; each of its B-scans, or each three of them in a row, shifted for
-    itself is as other people's.
-    """
+    """A scan in order is kept as images too; B-scans, or threes in a row, that are shifted are strangers'."""
     cfg = config(tmp_path, tmp_path / "run")
     for number, (volume, spacing) in enumerate(eyes):
         places = (np.arange(len(volume)) * 0.618 % 1 - 0.5) * 0.6 * volume.shape[1]  # neighbours far apart

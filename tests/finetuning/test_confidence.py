@@ -144,9 +144,7 @@ def test_distance_is_that_of_probabilistic_pca() -> None:
 
 
 def test_percentiles_are_of_people_that_were_held_out(tmp_path: Path) -> None:
-    """New people like those of the training lie anywhere between 0 and 100, strangers at 100; the file keeps
-    it.
-    """
+    """New people like those of training lie between 0 and 100, strangers at 100; the file keeps it."""
     rng = np.random.default_rng(0)
     draw = rng.normal(size=(30, 40))
     features, person = rng.normal(size=(120, 30)) @ draw, np.repeat(np.arange(60), 2).astype(str)

@@ -307,9 +307,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_a_kill_costs_one_row(world: Path, checkpoint: str, done: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle, the same again by two processes: the unbroken run's bytes, nothing embedded
-    twice.
-    """
+    """SIGKILL in the middle, then two processes: the unbroken run's bytes, nothing embedded twice."""
     out, rows = tmp_path / "out", tmp_path / "out" / "rows"
     words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out", str(out), "--patches"]
     running = Running([sys.executable, "-c", SLOWLY, *words], tmp_path / "first")

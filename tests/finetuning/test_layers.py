@@ -349,11 +349,7 @@ def test_heights_of_apart_b_scans_come_back_to_the_file(tmp_path: Path, planes_m
 
 
 def test_people_whose_surfaces_no_training_volume_has(
-    world: Path,
-    trained: Path,
-    evaluated: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    world: Path, trained: Path, evaluated: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a random encoder they have no error to compare with: all of them, then one."""
     head = LAYERS.open_head(str(trained), StorageOptions())
@@ -525,9 +521,7 @@ def test_a_plane_has_its_own_tokens_voxels_and_heights(world: Path, tmp_path: Pa
 def test_an_encoder_is_trained_with_its_decoder(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both arms move, from one decoder, by batches of whole volumes; the file holds what was best on
-    validation, and needs no checkpoint.
-    """
+    """Both arms move by batches of whole volumes; the file holds what was best, without a checkpoint."""
     seen: list[list[tuple[int, int]]] = []
     whole = Planes.batch
     monkeypatch.setattr(

@@ -678,8 +678,7 @@ UNWANTED = ("PatientComments", "InstitutionName", "StudyDescription")  # no file
 
 @pytest.mark.parametrize("protocol", [0, 2])
 @pytest.mark.parametrize(
-    "edit",
-    [without_groups, orientation_by_frame, without_orientation, without_a_patient, lambda scan: None],
+    "edit", [without_groups, orientation_by_frame, without_orientation, without_a_patient, lambda scan: None]
 )
 def test_files_about_any_scan_name_nobody_unless_asked(tmp_path: Path, edit: Any, protocol: int) -> None:
     """Whatever of its geometry or patient a scan lacks; each class is a segment, whatever its name."""

@@ -241,7 +241,7 @@ def test_places_that_cannot_be_are_refused_before_torch_is_imported(
             predict.main(["--checkpoint=.", "--fovea=middle", f"--out={tmp_path}", "--files", str(scan)])
     if command in ("predict", "embed"):
         with pytest.raises(
-            UserError, match=r"--(files|dicom) .*no\.nii: expected a file or a folder, found no"
+            UserError, match=r"--files, --dicom .*no\.nii: expected a file or a folder, found no"
         ):
             EARLY[command](str(tmp_path / "new"), str(tmp_path / "no.nii"))
         with pytest.raises(UserError, match="--out: expected a folder, found ''"):

@@ -135,9 +135,7 @@ def logged_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def plain(
     phantom: Path, servers: dict[str, str], logged_in: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Place:
-    """A run from end to end without faults: two worker processes, a stop, a resume in a new run directory, an
-    evaluation.
-    """
+    """A whole run without faults: two workers, a stop, a resume in a new directory, an evaluation."""
     place = Place("gs", servers["gs"], tmp_path_factory.mktemp("runs"), "plain")
     place.upload(phantom)
     assert place.run(prepare, "--workers", "2", "--audit") == 0

@@ -215,11 +215,15 @@ ANATOMY, MEASURES = "FrameAnatomySequence", "PixelMeasuresSequence"
 VALUES, PLANES = "PixelValueTransformationSequence", "PlaneOrientationSequence"
 LOCATION, TAKEN = "OphthalmicFrameLocationSequence", "FrameAcquisitionDateTime"
 DISTANCE = at(f"shared {MEASURES}", SpacingBetweenSlices=0.12)
-PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
+BACK = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
+PLANE, FRAME, CONTENT = "PlanePositionSequence", "FrameContentSequence", content(range(1, 9))
+NINE, ONES = {"ImagePositionPatient": [0, 9, 0]}, "1, 0, 1 (per_frame)"
+LINE, CURVED = {"ReferenceCoordinates": [7, 0, 7, 500]}, {"OphthalmicImageOrientation": "NONLINEAR"}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
 TIME, PLACE, OFFSET = "TemporalPositionIndex", "InStackPositionNumber", "TemporalPositionTimeOffset"
 VISITS = [(time, place) for place in range(1, 5) for time in (1, 2)]
-MIXED, BY_NUMBER = [(1, n + 1) for n in ORDER], content([n + 1 for n in ORDER])
+BY_NUMBER = content([n + 1 for n in ORDER])
+BY_INDEX = dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE)
 LOOSE = "UnassignedSharedConvertedAttributesSequence"
 RIGHT, LEFT = (1, 0, 0, 0, 0, -1), (-1, 0, 0, 0, 0, -1)
 TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
@@ -263,19 +267,11 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"positions": [[0, 0.12 * i + 0.04 * (i % 2), 0] for i in range(8)]}, MISSING, "two scans"),
         ({"positions": [[0, np.sin(i), np.cos(i)] for i in range(8)]}, VOLUME, "one line"),
         ({"positions": STEPS, "references": chosen(LINES, ORDER)}, MISMATCH, "another order"),
-        (
-            {"positions": STEPS, "edit": BY_NUMBER},
-            MISMATCH,
-            "of InStackPositionNumber, found another order in ImageP",
-        ),
+        ({"positions": STEPS, "edit": BY_NUMBER}, MISMATCH, "of InStackPositionNumber, found another order"),
         ({"references": LINES, "edit": BY_NUMBER}, MISMATCH, "ReferenceCoordinates"),
         ({"positions": STEPS, "edit": content(range(8, 0, -1))}, None, ""),  # from the other end
-        (
-            {"edit": dimensions(MIXED, "StackID", PLACE), "positions": STEPS},
-            MISMATCH,
-            "of DimensionIndexValues, found another",
-        ),
-        (all_of(dimensions(MIXED, "StackID", PLACE), numbered), MISMATCH, "another order in DimensionI"),
+        ({"edit": BY_INDEX, "positions": STEPS}, MISMATCH, "of DimensionIndexValues, found another order in"),
+        (all_of(BY_INDEX, numbered), MISMATCH, "Number, found another order in DimensionIndexValues"),
         ({"references": [*LINES[:3], TO_LEFT[3], *LINES[4:]]}, VOLUME, "B-scan 4"),
         ({"references": TO_LEFT}, MISMATCH, "right to left"),
         (directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4]), VOLUME, "B-scan 4"),
@@ -318,50 +314,15 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         (second(f"shared {MEASURES}", PixelSpacing=[0.0026, 0.04]), MISMATCH, "0.04 (shared)"),
         (second(f"shared {MEASURES}", SpacingBetweenSlices=0.2), MISMATCH, "none (shared)"),
         (another_shared_group(PixelSpacing=[0.0026, 0.04]), MISMATCH, "0.04 (shared)"),
-        (
-            all_of(*(second(f"shared {VALUES}", RescaleSlope=slope) for slope in (1, 0.5))),
-            MISMATCH,
-            "1 (shared) and 0.5 (shared)",
-        ),
-        (
-            {
-                "edit": second("frame PlanePositionSequence", ImagePositionPatient=[0, 9, 0]),
-                "positions": STEPS,
-            },
-            MISMATCH,
-            "one ImagePositionPatient of a frame, found 1, 0, 1 (per_frame) and 0, 9, 0 (per_frame)",
-        ),
-        (
-            {"edit": at("shared PlanePositionSequence", ImagePositionPatient=[0, 9, 0]), "positions": STEPS},
-            MISMATCH,
-            "0, 9, 0 (shared) and 1, 0, 1 (per_frame)",
-        ),
-        (
-            {"edit": second(f"frame {LOCATION}", ReferenceCoordinates=[7, 0, 7, 500]), "references": LINES},
-            MISMATCH,
-            "ReferenceCoordinates",
-        ),
-        (
-            {"edit": at(f"shared {LOCATION}", OphthalmicImageOrientation="NONLINEAR"), "references": LINES},
-            MISMATCH,
-            "OphthalmicImageOrientation of a frame, found a text (shared) and a text (per_frame)",
-        ),
-        (
-            all_of(content(range(1, 9)), second("frame FrameContentSequence", InStackPositionNumber=9)),
-            MISMATCH,
-            "1 (per_frame) and 9 (per_frame)",
-        ),
-        (all_of(content(range(1, 9)), at("shared FrameContentSequence", StackID="2")), None, ""),
-        (
-            all_of(content(stacks="11111111"), at("shared FrameContentSequence", StackID="2")),
-            MISMATCH,
-            "StackID",
-        ),
-        (
-            all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **PLANE)),
-            MISMATCH,
-            "ImageOrientationPatient",
-        ),
+        (all_of(*(second(f"shared {VALUES}", RescaleSlope=n) for n in (1, 0.5))), MISMATCH, "1 (shared) and"),
+        ({"edit": second(f"frame {PLANE}", **NINE), "positions": STEPS}, MISMATCH, f"{ONES} and 0, 9, 0 (p"),
+        ({"edit": at(f"shared {PLANE}", **NINE), "positions": STEPS}, MISMATCH, f"9, 0 (shared) and {ONES}"),
+        ({"edit": second(f"frame {LOCATION}", **LINE), "references": LINES}, MISMATCH, "ReferenceCoord"),
+        ({"edit": at(f"shared {LOCATION}", **CURVED), "references": LINES}, MISMATCH, "a text (shared) and"),
+        (all_of(CONTENT, second(f"frame {FRAME}", InStackPositionNumber=9)), MISMATCH, "1 (per_frame) and 9"),
+        (all_of(CONTENT, at(f"shared {FRAME}", StackID="2")), None, ""),
+        (all_of(content(stacks="11111111"), at(f"shared {FRAME}", StackID="2")), MISMATCH, "StackID"),
+        (all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **BACK)), MISMATCH, "ImageOrientation"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -415,10 +376,8 @@ def test_what_says_one_of_one_is_a_whole_volume(tmp_path: Path) -> None:
 
 
 def test_dimension_indices_order_frames_that_nothing_else_orders(tmp_path: Path) -> None:
-    edit = dimensions(MIXED, "StackID", PLACE)
-    np.testing.assert_array_equal(
-        read_volume(write_opt(tmp_path, speckle(COUNT)[ORDER], edit=edit)).voxels, speckle(COUNT)
-    )
+    path = write_opt(tmp_path, speckle(COUNT)[ORDER], edit=BY_INDEX)
+    np.testing.assert_array_equal(read_volume(path).voxels, speckle(COUNT))
 
 
 def test_five_percent_between_thickness_and_positions_are_allowed(tmp_path: Path) -> None:

@@ -199,9 +199,7 @@ def test_what_is_worth_nothing_and_what_lies_outside_is_said(tmp_path: Path) -> 
 
 
 def test_b_scans_that_no_plane_is_are_said() -> None:
-    """Of a scan whose B-scans lie closer than planes and further apart than half of that; of a store whose
-    planes are mixed none is left out, and that is said.
-    """
+    """B-scans closer than planes, and further apart than half of that; a mixed store leaves none out."""
     apart = {"shape_before_d": 25.0, "spacing_before_d": 0.1, "spacing_after_d": 0.12, "quality": 1.0}
     index = index_store([{**apart, "protocol": "p", "split": "train"}]).index
     geometry = {"image_size": [32, 8, 8], "planes": "nearest"}

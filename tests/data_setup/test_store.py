@@ -213,11 +213,7 @@ def test_a_cut_record_list_is_named_and_a_cut_row_is_pending(filled: StoreWriter
     """A row can be prepared again; which record has which row cannot be guessed."""
     row, records = (storage.join(filled.url, n) for n in ("rows/000002.json", "records.jsonl"))
     whole = json.loads(storage.read_bytes(row))
-    for damaged in (
-        json.dumps(whole)[:-20],
-        json.dumps(whole | {"record": 3}),
-        json.dumps(whole | {"record": {}}),
-    ):
+    for damaged in (json.dumps(whole)[:-20], *(json.dumps(whole | {"record": part}) for part in (3, {}))):
         storage.write_text(row, damaged)
         assert filled.rows.read().keys() == {0, 1}
     assert filled.finalise(range(4)).status.to_list() == ["kept", "missing_file", "pending", "pending"]

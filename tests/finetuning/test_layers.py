@@ -275,9 +275,7 @@ def shifted(world: Path, arms: dict[int, float]) -> Any:
 def test_errors_are_those_of_the_volumes_own_spacing(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One voxel off is one axial spacing; random initialisation is made two voxels off. Labels are those of
-    the files, from which what comes back from the grid differs a little.
-    """
+    """One voxel off is one axial spacing; random is two off; file labels differ from the grid's a little."""
     head = LAYERS.open_head(str(trained), StorageOptions())
     monkeypatch.setattr(Kind, "open_head", lambda *_: head)
     offsets = {id(arm.decoder): 1.0 + number for number, arm in enumerate(head.arms)}
@@ -782,9 +780,7 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
 def test_arrays_and_the_fovea_lie_as_the_file_does(
     world: Path, trained: Path, tmp_path: Path, kind: str
 ) -> None:
-    """A scan in two files, whose frames or axes the reader brings into one order: each A-scan has the same
-    surfaces, and the same fovea is given and found.
-    """
+    """Of a scan in two files, in other orders, each A-scan has the same surfaces and fovea."""
     path = next((world / "tree" / "retinal_oct").rglob("*.dcm"))
     header, frames = open_record(unknown_record(str(path)), StorageOptions())
     (depth, height, width), step = header.shape, 1 if kind == "dicom" else -1

@@ -818,14 +818,8 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     lines.close()
     assert file.stat().st_size == size  # no half line
     line = json.loads(written.splitlines()[0])
-    edits = (
-        {"path": [1]},
-        {"picture": 5},
-        {"file": 3},
-        {"scores": 3},
-        {"classes": {"fluid": {}}},
-        {"status": 1},
-    )
+    edits = [{"path": [1]}, *({name: 3} for name in ("picture", "file", "scores", "status"))]
+    edits += [{"classes": {"fluid": {}}}]
     for text in ("mine\n", *(json.dumps(line | edit) + "\n" for edit in edits)):
         file.write_text(text)
         with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):

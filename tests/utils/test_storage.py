@@ -106,8 +106,7 @@ def test_a_file_where_a_folder_would_be_is_named(tmp_path: Path, place: str) -> 
     (tmp_path / "file").touch()
     url = str(tmp_path / place / "one")
     for write in (
-        partial(storage.write_bytes, data=b""),
-        partial(storage.create, data=b""),
+        *(partial(write, data=b"") for write in (storage.write_bytes, storage.create)),
         storage.make_dirs,
     ):
         with pytest.raises(storage.StorageError, match=r"one: expected a folder, found a file at .*/file"):

@@ -94,9 +94,7 @@ def a_tenth() -> Schedule:
 
 
 def contents(objects: dict[str, bytes]) -> dict[str, str]:
-    """Name -> checksum of what must not depend on faults: all of a store but the report, which has times, and
-    the ledger, to which evaluations add.
-    """
+    """Name -> checksum of all of a store but its report, which has times, and its ledger."""
     others = "prepare_report.json", "ledger.jsonl"
     return {n: hashlib.sha256(b).hexdigest() for n, b in objects.items() if not n.startswith(others)}
 

@@ -193,9 +193,7 @@ def test_the_documented_rule_restarts_two_hosts_to_their_end_and_leaves_a_finish
 
 
 def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
-    """Out of memory on one process halves the batch of both; a NaN of one skips the update of both. Every
-    epoch visits each volume once. Nothing that they exchange is a pickle.
-    """
+    """Out of memory or NaN on one process is both's; an epoch visits each volume once; no pickle."""
     store = tmp_path / "nan_store"
     shutil.copytree(folder / "store", store)
     index = pd.read_parquet(store / "index.parquet")

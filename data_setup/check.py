@@ -92,9 +92,7 @@ def list_tree(listing: RecordList, options: StorageOptions) -> Tree:
 
 
 def audit_files(listing: RecordList, tree: Tree) -> dict[str, list[str]]:
-    """Sorted paths: "missing" of records, "unused_missing" of other rows, "orphans" of no row at all. An
-    orphan is a .dcm file anywhere in the listing.
-    """
+    """Sorted paths: missing of records, unused_missing of other rows, orphans: .dcm files of no row."""
     used = {record.path for record in listing.records}
     unused = {row.path for row in listing.unused} - used
     dicoms = {path for path in tree.sizes if path.lower().endswith(".dcm")}

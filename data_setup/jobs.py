@@ -238,9 +238,7 @@ def run_jobs(
 
 
 def internal_error(path: str, error: BaseException) -> str:
-    """The kind and place of an error that nobody expected, without its text, which may quote the file; its
-    places go to stderr.
-    """
+    """The kind and place of an unexpected error, not its text, which may quote the file; stderr has all."""
     if error.__traceback__ is None:  # the error of another process has its traceback as text
         places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
     else:

@@ -216,9 +216,7 @@ class Loader:
 
 
 def start_early(data: DataConfig) -> None:
-    """Start the process that loader workers are forked from, if any will be: it imports for seconds, in which
-    the caller can do something else.
-    """
+    """Start the process that loader workers are forked from, if any: it imports for seconds beside others."""
     if count_loaders(data.workers) > 0:
         _fork_server()
         forkserver.ensure_running()
@@ -238,9 +236,7 @@ def _data_loader(
     persistent: bool,
     generator: torch.Generator | None = None,
 ) -> DataLoader[Sample]:
-    """torch's loader of batches of keys, with data.workers processes; `generator` seeds them, None: torch's
-    global one.
-    """
+    """torch's loader of batches of keys by data.workers processes; `generator` seeds them, or torch's."""
     options: dict[str, Any] = {"batch_sampler": sampler}
     workers = count_loaders(data.workers)
     if workers > 0:

@@ -215,9 +215,7 @@ def unit_of(cfg: Config, person_id: str, eye: str) -> str:
 
 
 def records_of_table(url: str, root: str, options: StorageOptions) -> list[Record]:
-    """Every row of a manifest that names a file below `root`, used or not, without its participant. Raises
-    UserError, StorageError.
-    """
+    """All rows that name a file below `root`, without their participants. Raises UserError, StorageError."""
     rows, unused, _ = _manifest_rows(url, options)
     return [replace(row, url=join(root, row.path)) for row in [*rows, *unused]]
 

@@ -104,9 +104,7 @@ def _noise(noise_std: Tensor, seed: Tensor, size: Sequence[int], first_plane: in
 
 
 def view(batch: dict[str, Tensor], number: int) -> Tensor:
-    """The context view (0) or the target view (1) of a batch, [B, 1, D, H, W]: one geometry, separate
-    intensities.
-    """
+    """The context (0) or target view (1) of a batch, [B, 1, D, H, W]: one geometry, separate intensities."""
     common = (batch["volume"], batch["matrix"], batch["valid_box"], batch["mean"], batch["std"])
     return normalise(*common, batch["intensity"][:, number], batch["noise_seed"][:, number])
 

@@ -23,9 +23,7 @@ class DataOrder:
     """Which store row is at which global position."""
 
     def __init__(self, seed: int, rows: np.ndarray, groups: Sequence[str] | None = None) -> None:
-        """`groups`: the device of every row, for equal shares per device as far as MOST_PASSES allows; None:
-        every row equally often.
-        """
+        """`groups`: each row's device, for equal shares as far as MOST_PASSES allows, or None."""
         if len(rows) == 0:
             raise ValueError("data order: expected at least one store row, found none")
         self.seed = seed
@@ -79,9 +77,7 @@ class DataOrder:
 
 
 def turn_counts(sizes: Sequence[int]) -> list[int]:
-    """How often devices with so many volumes each come in a turn: once, or in TURN positions where an equal
-    share would show a rare one too often.
-    """
+    """How often devices with these counts come in a turn: once, or in TURN positions where a rare one is."""
     shares, rest = np.full(len(sizes), 1 / len(sizes)), set(range(len(sizes)))
     most = MOST_PASSES * np.asarray(sizes) / sum(sizes)
     if (shares <= most).all():

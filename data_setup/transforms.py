@@ -115,9 +115,7 @@ def blocks(lines: int, line_voxels: int) -> Iterator[slice]:
 
 
 def _places(rows: np.ndarray, columns: np.ndarray) -> Tensor:
-    """float32 [1,R,S,2]: index positions [R,S] in the units of grid_sample without align_corners, which are
-    defined for an axis of length 1 too.
-    """
+    """float32 [1,R,S,2]: positions [R,S] in grid_sample's units without align_corners, also of length 1."""
     size_r, size_s = rows.shape
     grid = np.stack([(2 * columns + 1) / size_s - 1, (2 * rows + 1) / size_r - 1], axis=-1)
     return torch.from_numpy(grid.astype(np.float32))[None]
@@ -215,9 +213,7 @@ class JEPAMaskd(Randomizable, MapTransform):
         self.drawn = draw_mask(self.R, self.plan, data)
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-        """The sample with `context`, `target` int64 and `context_valid`, `target_valid` float32,
-        `token_valid` bool.
-        """
+        """The sample with context, target int64, context_valid, target_valid float32 and token_valid bool."""
         sample = dict(data)
         matrix, box = (torch.tensor(sample[key])[None] for key in ("matrix", "valid_box"))
         valid = token_valid(matrix, box, self.plan.grid, self.patch_size)[0].numpy()

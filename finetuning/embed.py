@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from utils.cli import announce, require_folder, require_scans, require_there, run_cli
+from utils.cli import announce, require_folder, require_there, run_cli
 from utils.config.load import storage_options_of
 from utils.help_pages import PeopleParser
 
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Embed what the command line says; returns the exit code."""
     args = parse(argv)
     require_there("--checkpoint", args.checkpoint)
-    if args.store is None:
-        require_scans("--dicom" if args.dicom else "--files", args.dicom or args.files)
+    require_there("--files, --dicom", *args.files, *args.dicom, folder="a folder", of_all=False)
     require_folder("--out", args.out)
     storage_options_of(args.overrides)  # refuses words that are no section.key=value
     announce(f"finetuning.embed: {args.checkpoint}; the libraries load, which takes seconds")

@@ -63,9 +63,7 @@ def recomputed_flops(model: VJEPA3D, context: int, target: int) -> int:
 
 
 def flash_backward_flops(model: VJEPA3D, context: int, target: int) -> int:
-    """One sample's share of what flash attention adds: seven products backward
-    (models/kernels/pallas_flash.py) in place of four.
-    """
+    """One sample's share of flash attention's extra: seven products backward (pallas_flash.py), not four."""
     return sum(
         3 * 2 * tokens * tokens * block.attn.proj.in_features
         for block, tokens in _trained_blocks(model, context, target)

@@ -93,9 +93,7 @@ def small_encoder() -> Iterator[None]:
 def folder(
     request: pytest.FixtureRequest, pipeline: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """A copy of the phantom and its store for a module's tests, in a path with a space. Removed after the
-    last of them (a run leaves 350 MB), unless one fails.
-    """
+    """A copy of the phantom and its store for a module, removed (350 MB) unless a test fails."""
     before = request.session.testsfailed
     folder = tmp_path_factory.mktemp("the pipeline")
     shutil.copytree(pipeline, folder, dirs_exist_ok=True)

@@ -237,9 +237,7 @@ A_SCREEN = 60  # lines
 
 
 def without_signpost(text: str) -> list[tuple[int, int]]:
-    """First and last line of what is longer than a screen and has no comment on a line for itself, from the
-    first function or class on.
-    """
+    """First and last line of what is longer than a screen without a comment on a line for itself."""
     definitions = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
     first, lines = next(definitions).lineno, text.splitlines()
     posts = [n for n, line in enumerate(lines, 1) if n >= first and line.lstrip().startswith("#")]

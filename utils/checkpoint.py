@@ -74,9 +74,7 @@ class CheckpointError(UserError):
 
 
 class LastWriteError(CheckpointError, TransientError):
-    """The last checkpoint of a run was not taken by its storage, which is away: the next start goes on from
-    the one before.
-    """
+    """A run's last checkpoint, not taken by storage that is away: the next start goes on before it."""
 
 
 def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str, Any]:

@@ -95,17 +95,14 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def require_there(option: str, *paths: str | None, folder: str = "the folder of a run") -> None:
-    """Raise UserError for a path of this machine that leads nowhere, before torch is imported."""
-    for path in paths:
-        if path is not None and "://" not in path and not os.path.exists(path):
-            raise UserError(f"{option} {path}: expected a file or {folder}, found no such file")
-
-
-def require_scans(option: str, places: Sequence[str]) -> None:
-    """Raise UserError where no place of a command line is there; a single one that is not gets a line."""
-    if not any("://" in place or os.path.exists(re.sub(r"#\d+$", "", place)) for place in places):
-        require_there(option, *places, folder="a folder")
+def require_there(
+    option: str, *paths: str | None, folder: str = "the folder of a run", of_all: bool = True
+) -> None:
+    """Raise UserError where a path of this machine leads nowhere, or all, before torch is imported."""
+    names = [re.sub(r"(?i)(\.e2e)#\d+$", r"\1", path) for path in paths if path is not None]
+    gone = [name for name in names if "://" not in name and not os.path.exists(name)]
+    if gone and (of_all or len(gone) == len(names)):
+        raise UserError(f"{option} {gone[0]}: expected a file or {folder}, found no such file")
 
 
 def require_folder(option: str, *places: str | None) -> None:

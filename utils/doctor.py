@@ -205,9 +205,7 @@ def page(findings: list[Finding]) -> str:
 
 
 def check_paths(config: str, overrides: list[str]) -> str:
-    """Read the store and write to the checkpoints, with the credentials and the code of training; returns a
-    line on both, raises UserError.
-    """
+    """Read the store and write to the checkpoints as training does; a line on both; raises UserError."""
     from utils import storage
     from utils.config.load import load_config
     from utils.errors import UserError

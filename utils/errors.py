@@ -15,9 +15,7 @@ EXIT_STOPPED = 76  # training was told to stop before its end; neither shells no
 
 
 def shown(text: object) -> str:
-    """A path, or another text from outside, for a message: what cannot be printed, or ends a line or moves a
-    cursor, as its escape.
-    """
+    """A text from outside for a message: what cannot be printed, or moves a cursor, as its escape."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 

@@ -65,9 +65,7 @@ class HelpPage:
 
 
 def help_page(text: str) -> HelpPage:
-    """A docstring in its parts: the first paragraph, the next one where it is indented, the last one where it
-    begins with KEYS, and the rest.
-    """
+    """A docstring's parts: first paragraph, an indented next, a last that begins with KEYS, the rest."""
     purpose, *parts = text.strip().split("\n\n")
     examples = parts.pop(0) if parts and parts[0].startswith("    ") else ""
     keys = parts.pop().removeprefix(KEYS).split(",") if parts and parts[-1].startswith(KEYS) else []

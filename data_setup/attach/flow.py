@@ -122,9 +122,7 @@ class CubeJob(Job):
         return slabs, {"slabs": "|".join(images), "left_out": "|".join(left_out)}
 
     def _images(self, is_reversed: bool) -> tuple[dict[str, np.ndarray], list[str]]:
-        """Slab -> uint8 [D, W] in the store's order, from the vitreous down; and what became of the others.
-        Raises StorageError.
-        """
+        """Slab -> uint8 [D, W] in the store's order, and what became of the others. Raises StorageError."""
         record = self.record
         images: dict[str, np.ndarray] = {}
         left_out: list[str] = []

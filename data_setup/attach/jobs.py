@@ -227,9 +227,7 @@ def finish(
 
 
 def edge_step(volume_DHW: np.ndarray, surface_DW: np.ndarray, spacing_h: float) -> float:
-    """Mean brightness below a surface less that above it, in standard deviations of the volume; -inf where
-    no A-scan has both.
-    """
+    """Mean brightness below a surface less that above, in standard deviations; -inf where none has both."""
     reach = max(1, round(STEP_MM / spacing_h))
     size = volume_DHW.shape[1]
     inside = (surface_DW >= reach) & (surface_DW < size - 1 - reach)  # False for NaN

@@ -73,9 +73,7 @@ class LabelJob(Job):
         return {"source_size": source.size, "source_version": source.etag_or_mtime}
 
     def in_frame_order(self, values: np.ndarray, axis: int) -> np.ndarray:
-        """Labels along B-scans in the order of the scan's file, sorted as its reader sorts the frames. Raises
-        OCTReadError, StorageError.
-        """
+        """Labels along B-scans in file order, as the reader sorts them. Raises OCTReadError, StorageError."""
         stored = self.record  # as prepared: a manifest may name what the header does not
         scan = replace(
             unknown_record(*self.scan),
@@ -251,9 +249,7 @@ def prepare_labels(cfg: Config, workers: int) -> int:
 
 
 def _empty(store: PreparedStore, columns: list[str]) -> list[str]:
-    """Empty the store's tables of these kinds of labels, which no line names any more; what was, in words.
-    Height maps of a device stay.
-    """
+    """Empty the tables of labels that no line names any more; what was, in words. Device heights stay."""
     lines: list[str] = []
     for job in JOBS:
         writer = SideWriter(job.KIND, store.url, store.options)

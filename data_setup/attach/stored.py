@@ -164,9 +164,7 @@ class SideWriter:
         return {**first.attributes, **self._array(first).attrs}
 
     def create(self, num_rows: int, image_size: tuple[int, int, int], **attributes: Any) -> None:
-        """Make the arrays, or give those here `num_rows` rows; UserError where these are of another source
-        or of other classes than `attributes`.
-        """
+        """Make the arrays or give them `num_rows` rows; UserError of another source or `attributes`."""
         fixed = self.kind.fixed
         if fixed and self.is_there():
             given = {**self.kind.arrays[0].attributes, **attributes}[fixed]
@@ -192,9 +190,7 @@ class SideWriter:
         return _open_array(self.url, one, self.options, read_only=False)
 
     def write_row(self, row: int, values: Sequence[np.ndarray] | None, fields: Mapping[str, Any]) -> None:
-        """Write a chunk of each array (None: a file that is not used), then the row's JSON. What is shorter
-        than its chunk is filled.
-        """
+        """Write a chunk of each array (None: not used), filled up to its size, then the row's JSON."""
         own = dict(fields)
         if values is not None:
             for one, value in zip(self.kind.arrays, values, strict=True):

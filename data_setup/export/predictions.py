@@ -58,12 +58,7 @@ _UIDS = ("StudyInstanceUID", "SeriesInstanceUID")  # of anonymous files function
 _ABOUT_THE_IMAGE: tuple[str, ...] = ("SOPClassUID", "SOPInstanceUID", "FrameOfReferenceUID")
 _ABOUT_THE_IMAGE += ("NumberOfFrames", "Rows", "Columns")
 _LONGEST_NAME = 64  # letters of a name in DICOM (LO)
-_NIFTI_TEXTS = (
-    "descrip",
-    "db_name",
-    "aux_file",
-    "intent_name",
-)  # where a maker may write a name
+_NIFTI_TEXTS = ("descrip", "db_name", "aux_file", "intent_name")  # where a maker may write a name
 
 
 def write_nifti(
@@ -273,9 +268,7 @@ def _places(group: pydicom.Dataset) -> pydicom.Dataset:
 
 
 def _lay_frames(hd: Any, source: pydicom.Dataset, header: OCTHeader) -> None:
-    """Give the scan the functional groups that highdicom asks for: the places of the frames where they
-    have a common orientation, else those of `_own_geometry`.
-    """
+    """Give the scan highdicom's functional groups: the frames' own places, or those of `_own_geometry`."""
     own = {} if _has_positions(source) else _own_geometry(hd, header)
     shared = (source.SharedFunctionalGroupsSequence or [pydicom.Dataset()])[0]
     groups = list(source.PerFrameFunctionalGroupsSequence) or [pydicom.Dataset()]

@@ -48,7 +48,8 @@ _PADDING = ("PixelPaddingValue", "PixelPaddingRangeLimit")
 _RESCALE = ("RescaleSlope", "RescaleIntercept")
 _REGIONS = {"AnatomicRegionSequence": "AnatomicRegionModifierSequence"}
 _REGIONS |= {"PrimaryAnatomicStructureSequence": "PrimaryAnatomicStructureModifierSequence"}
-SIDE_TAGS = ["ImageLaterality", "Laterality", *_REGIONS]
+_SIDES = ("ImageLaterality", "Laterality", "FrameLaterality")
+SIDE_TAGS = [*_SIDES, *_REGIONS]
 _OF_ANATOMY = ["FrameAnatomySequence", "UnassignedSharedConvertedAttributesSequence"]
 _OF_ANATOMY += ["UnassignedPerFrameConvertedAttributesSequence"]
 _CODES = dict.fromkeys(("7771000", "G-A101", "8966001"), "L")  # SNOMED's left, and left eye
@@ -143,9 +144,7 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
 
 
 def read_header(file: BoundedFile, url: str, record: Record | None = None) -> OCTHeader:
-    """The header of an open file, without a pixel; faults of single compressed frames need `open_volume`.
-    Raises OCTReadError.
-    """
+    """The header of an open file, without its pixels; raises OCTReadError, not for single frames' faults."""
     header, layout = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)
@@ -360,9 +359,7 @@ def laterality_of(ds: Dataset, url: str) -> str | None:
     OCTReadError header_mismatch for a header that names both, or what is no eye.
     """
     stated: dict[str, str] = {}
-    for value, where in chain(
-        _sides(ds, ""), *(_sides(item, f" in {name}") for name, item in _anatomies(ds))
-    ):
+    for value, where in _sides(ds):
         if (text := str(value or "").strip().lower()) not in _NO_SIDE:
             side = SIDES.get(text, "both eyes" if text in _BOTH else "another value")
             stated.setdefault(side, where)
@@ -374,23 +371,18 @@ def laterality_of(ds: Dataset, url: str) -> str | None:
     return next(iter(stated), in_name[1].upper() if in_name else None)
 
 
-def _anatomies(ds: Dataset) -> Iterator[tuple[str, Dataset]]:
-    """(name of the sequence of groups, item) wherever a functional group may say which eye it shows."""
+def _sides(ds: Dataset) -> Iterator[tuple[Any, str]]:
+    """(what the header says of the eye, where) in plain words and in the codes of an anatomic region."""
+    places = [("", ds)]
     for name in ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"):
-        for group in ds.get(name) or []:
-            for key in _OF_ANATOMY:
-                yield from ((name, item) for item in group.get(key) or [])
-
-
-def _sides(item: Dataset, where: str) -> Iterator[tuple[Any, str]]:
-    """(what an item says of the eye, where) in plain words and in the codes of an anatomic region."""
-    yield from (
-        (item.get(name), name + where) for name in ("ImageLaterality", "Laterality", "FrameLaterality")
-    )
-    for sequence, of_codes in _REGIONS.items():
-        for region in item.get(sequence) or []:
-            yield _side_of(region), sequence + where
-            yield from ((_side_of(code), of_codes + where) for code in region.get(of_codes) or [])
+        items = [group.get(key) or [] for group in ds.get(name) or [] for key in _OF_ANATOMY]
+        places += [(f" in {name}", item) for item in chain(*items)]
+    for where, item in places:
+        yield from ((item.get(name), name + where) for name in _SIDES)
+        for sequence, of_codes in _REGIONS.items():
+            for region in item.get(sequence) or []:
+                yield _side_of(region), sequence + where
+                yield from ((_side_of(code), of_codes + where) for code in region.get(of_codes) or [])
 
 
 def _side_of(code: Dataset) -> str | None:

@@ -291,9 +291,7 @@ def _order(
 def _order_by_number(
     values: tuple[tuple[float, ...] | None, ...], name: str, frames: int, is_known: bool, url: str
 ) -> np.ndarray | None:
-    """The indices by their numbers; None where not all frames have one, or all the same. Raises
-    frame_count_mismatch for a gap where the order is not known otherwise.
-    """
+    """The indices by number; None where not all differ. Raises frame_count_mismatch if none order them."""
     if len(values) != frames or not all(v is not None and _are_near(v) for v in values):
         return None
     column = np.array([v[0] for v in values if v is not None])

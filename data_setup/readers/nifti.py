@@ -19,14 +19,7 @@ import numpy as np
 
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.pixels import PLAUSIBLE_VOLUME_BYTES
-from data_setup.readers.sidecar import (
-    Sidecar,
-    array_axes,
-    check_length,
-    checked_frames,
-    make_header,
-    reading,
-)
+from data_setup.readers.sidecar import Sidecar, array_axes, check_length, checked_frames, make_header, reading
 
 _NIFTI1, _NIFTI2 = 348, 540
 _MM = {"mm": 1.0, "micron": 1e-3, "meter": 1e3}

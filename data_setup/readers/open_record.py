@@ -135,9 +135,7 @@ def _with_field_checked(header: OCTHeader, frames: Iterator[np.ndarray]) -> Iter
 
 
 def peek_record(record: Record, size: int, options: StorageOptions) -> OCTHeader:
-    """The header of a record of any kind from the first bytes of a file of `size`, or from the first image.
-    Raises OCTReadError, StorageError.
-    """
+    """The header by a file's first bytes (of `size`) or first image. Raises OCTReadError, StorageError."""
     url, kind = record.url, _kind(record.url, options)
     if kind == "DICOM":
         with (

@@ -160,9 +160,7 @@ def iter_pixels(
 
 
 def check_element(file: BoundedFile, layout: PixelLayout, url: str) -> None:
-    """Raise what iter_pixels would raise before it reads a pixel; compressed frames are not walked. Moves the
-    file from the pixel data element to its value.
-    """
+    """Raise what iter_pixels would before it reads a pixel; moves the file to the pixel data's value."""
     _decoder(layout.transfer_syntax, url)
     _, length = _element_header(file, layout.transfer_syntax, url)
     if layout.transfer_syntax.is_encapsulated:

@@ -158,7 +158,8 @@ class RowFiles:
         try:
             with intact(self.url(row)):
                 fields = json.loads(storage.read_text(self.url(row), self.options))
-                return fields if isinstance(fields, dict) and "status" in fields else None
+                has_record = "path" in fields.get("record", {"path": ""})
+                return fields if has_record and "status" in fields else None
         except DamagedError:
             return None
 

@@ -20,9 +20,7 @@ def no_store(url: str) -> UserError:
 
 
 def check_store(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError where this machine should hold data.store and does not, or cannot hold the run; a
-    bucket is asked later.
-    """
+    """Raise UserError where this machine lacks data.store or cannot hold the run; buckets are asked later."""
     cfg = load_config(config, overrides)
     require_folder("run.dir, train.ckpt_dir", cfg.run.dir, cfg.train.ckpt_dir)
     url = cfg.data.store

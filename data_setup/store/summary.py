@@ -60,9 +60,7 @@ def _group(index: pd.DataFrame) -> dict[str, Any]:
 
 
 def _quality(kept: pd.DataFrame) -> dict[str, Any] | None:
-    """Median and lowest tenth of the measured volumes, means of the five numbers, and which of them is the
-    worst, how often; None where no volume was measured.
-    """
+    """Median, lowest tenth and means of the measured volumes, and how often which is the worst; or None."""
     measured = kept[kept["quality"].notna()]
     if measured.empty:
         return None
@@ -84,9 +82,7 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
 
 
 def require_apart(url: str, index: pd.DataFrame, lines: Mapping[str, int] | None = None) -> None:
-    """Raise UserError when a volume of `identical_volumes` is in two splits; `lines`: path -> line of the
-    manifest.
-    """
+    """Raise UserError for one of `identical_volumes` in two splits; `lines`: path -> line of the manifest."""
     leaks = [rows for rows in identical_volumes(index) if len(set(rows.values())) > 1]
     if leaks:
         raise UserError(

@@ -126,7 +126,9 @@ class StoreWriter:
         if not storage.exists(url, self.options):
             return []
         with intact(url):
-            return [json.loads(line) for line in storage.read_text(url, self.options).splitlines()]
+            records = [json.loads(line) for line in storage.read_text(url, self.options).splitlines()]
+            [(_key(record), record["person_id"], record["split"]) for record in records]  # are there
+            return records
 
     def append_records(
         self, records: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] = ()

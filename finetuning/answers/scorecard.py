@@ -160,9 +160,7 @@ def people_of_classes(predictions: metrics.Predictions) -> list[int]:
 
 
 def gains(first: Sequence[metrics.Predictions], second: Sequence[metrics.Predictions]) -> np.ndarray | None:
-    """What each person adds to first - second of the primary metric, of means over seeds [P]; None of macro
-    AUROC, which is no sum over people.
-    """
+    """Each person's part of first - second of the primary metric, mean over seeds [P]; not of macro AUROC."""
     one = first[0]
     if one.kind == "multilabel":
         return None

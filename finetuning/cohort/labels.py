@@ -141,9 +141,7 @@ def _id_columns(task: TaskConfig) -> tuple[str, ...]:
 
 
 def check_table(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError for a table that cannot be read or lacks a column, and for an output that can be no
-    folder: before a checkpoint or torch.
-    """
+    """Raise UserError for a table without a column, or a run that can be no folder: before torch."""
     written = OmegaConf.merge(read_file(config), read_words(overrides))
     content = OmegaConf.to_container(written, resolve=False)
     assert isinstance(content, dict)

@@ -98,9 +98,7 @@ class Fold(Generic[Volumes]):
         return results
 
     def _seconds(self, head: DenseHead) -> float:
-        """Of the processor, that the head's training took, and the frozen encoder's pass over its volumes,
-        whichever fold made that.
-        """
+        """Processor seconds of the head's training and the frozen encoder's pass, whichever fold made it."""
         cfg = self.source.cfg
         seconds = float(head.state["validation"][PRETRAINED]["history"][-1]["processor_seconds"])
         if cfg.finetune.encoder != "frozen":
@@ -184,7 +182,7 @@ def crossfit(
     content["head"]["url"] = storage.join(cfg.run.dir, "folds")
     content["notes"] += [
         "In each fold a head was trained on the other people, of whom a share chose its best epoch; each "
-        "person is evaluated once. Arms of one fold learnt from the same people.",
+        "person is evaluated once. Arms of one fold learnt from the same people."
     ]
     content["look"] = count_look(cfg, examined.volumes, source.state["checksum"], examined.arms)
     kind.write(examined, content)

@@ -141,9 +141,7 @@ def at_median(logits_BSdHW: Tensor) -> Tensor:
 
 
 def reads_blocks(cfg: Config) -> Config:
-    """The configuration of a dense task, whose UNETR decoder reads several blocks of the encoder unless
-    model.feature_blocks says which.
-    """
+    """A dense task's configuration; UNETR reads several blocks unless model.feature_blocks says which."""
     if cfg.head.kind != UNETR or cfg.model.feature_blocks is not None:
         return cfg
     depth = SIZES[cfg.model.size].depth

@@ -242,9 +242,7 @@ def _arms(
 
 
 def answer(kind: Kind[Volumes], examined: Examined[Volumes]) -> Content:
-    """The content of KIND.json: estimates with intervals, and what the head gains over every other row,
-    with its verdict.
-    """
+    """KIND.json: estimates with intervals, and what the head gains over every other row, with its verdict."""
     volumes, head, lines = examined.volumes, examined.head, examined.lines
     moved, column = head.cfg.finetune.encoder == "trained", next(iter(kind.columns))
     others = [arm for arm in dict.fromkeys(lines.arm) if arm not in (*examined.arms, *TRUTHS)]

@@ -75,9 +75,7 @@ class DenseHead:
 def encoder_of(
     name: str, cfg: Config, checkpoint: dict[str, Any], url: str, mean: Tensor | None = None
 ) -> VisionTransformer3D | LocalTokens:
-    """The frozen encoder of an arm: the checkpoint's, the one that cfg.seed initialises, or a baseline with
-    the mean of the training volumes.
-    """
+    """An arm's frozen encoder: the checkpoint's, of cfg.seed, or a baseline with the training's mean."""
     if name in LOCAL:
         return LocalTokens(cfg, LOCAL[name], mean).eval()
     return pretrained_encoder(cfg, checkpoint, url) if name == PRETRAINED else random_encoder(cfg, cfg.seed)

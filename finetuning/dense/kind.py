@@ -98,9 +98,7 @@ class Examined(Generic[Volumes]):
     def gain(
         self, gained_P: np.ndarray, against: str, what: str, first: str = "Pre-training"
     ) -> tuple[dict[str, Any], str]:
-        """(the estimate of a paired difference of `first` from the arm called `against`, the sentence that it
-        allows).
-        """
+        """(paired difference of `first` from the arm `against`, the sentence that it allows)."""
         gained, known_P = self.estimate(gained_P), gained_P[~np.isnan(gained_P)]
         if gained["value"] is None:
             return gained, f"No difference from {against} can be shown: no participant has a value of both."

@@ -116,9 +116,7 @@ def read_volumes(cfg: Config, store: PreparedStore) -> LayerVolumes:
 
 
 def _names(cfg: Config, of_rows: dict[int, tuple[str, ...]], source: str) -> tuple[str, ...]:
-    """task.names, or all that label files name; of a device's maps those with a name that is known. Raises
-    UserError.
-    """
+    """task.names, or all that label files name; of a device's maps the known ones. Raises UserError."""
     there = set().union(*of_rows.values()) if of_rows else set()
     wanted = cfg.task.names
     if wanted is None:
@@ -186,9 +184,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def validation_error(volumes: LayerVolumes, predicted: Predictions) -> dict[str, float]:
-    """Mean boundary error of the validation volumes in um, over surfaces, then over volumes; and mean Dice of
-    the layers between them.
-    """
+    """Means of the validation volumes: boundary error in um over surfaces, and Dice of the layers between."""
     errors, overlaps = [], []
     for row, heights_SDW in predicted:
         truth, marked = volumes.read(row), volumes.marked(row)
@@ -305,9 +301,7 @@ def by_eye(lines: pd.DataFrame) -> pd.DataFrame:
 
 
 def more(examined: Examined[LayerVolumes]) -> Content:
-    """Who drew the heights, and arm -> mean absolute difference from their sectors in um, over eyes and
-    sectors, by layer.
-    """
+    """Who drew the heights; arm -> mean absolute difference of its sectors in um over eyes, by layer."""
     truth, keys = examined.volumes.truth, ["person_id", "laterality", "layer"]
     sectors = by_eye(examined.lines)
     sectors = sectors[sectors.layer != NO_LAYER]

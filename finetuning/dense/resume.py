@@ -47,9 +47,7 @@ class Moving:
 
     @classmethod
     def of(cls, cfg: Config, encoder: Encoder, decoder: nn.Module) -> Moving:
-        """AdamW whose weight decay is only of matrices; the decoder, and the last block of an encoder that
-        is trained, have the full rate.
-        """
+        """AdamW, weight decay of matrices only; decoder and a trained encoder's last block at full rate."""
         is_trained, optim = cfg.finetune.encoder == "trained", cfg.optim
         body = encoder if is_trained and isinstance(encoder, VisionTransformer3D) else None
         groups = layer_groups(body, decoder, optim.weight_decay, cfg.finetune.layer_decay)

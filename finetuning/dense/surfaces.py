@@ -115,10 +115,7 @@ class Sector(NamedTuple):
 
 
 def etdrs(
-    thickness_DW: np.ndarray,
-    spacing_mm: tuple[float, float],
-    fovea: tuple[float, float],
-    laterality: str,
+    thickness_DW: np.ndarray, spacing_mm: tuple[float, float], fovea: tuple[float, float], laterality: str
 ) -> dict[str, Sector]:
     """Name -> sector; without a thickness where less than LEAST_SHARE of it is known.
 

@@ -134,9 +134,7 @@ class Trained:
 
 
 def arms_of(cfg: Config) -> tuple[str, ...]:
-    """The encoders that decoders are trained on; a decoder that reads voxels at all levels needs no others
-    than those of only voxels beside it.
-    """
+    """The encoders that decoders are trained on; one that reads voxels at all levels needs only its own."""
     if not cfg.finetune.against_random:
         return (PRETRAINED,)
     if cfg.finetune.encoder == "trained":
@@ -331,9 +329,7 @@ def train_step(
     step: int,
     rate: float,
 ) -> float:
-    """Update number `step` at this rate with units of planes, as many at once as train.per_core_batch_size
-    allows; returns the loss.
-    """
+    """Update `step` with units of planes, train.per_core_batch_size at once; returns the loss."""
     cfg, runtime = training.source.cfg, training.runtime
     count, moves = sum(map(len, chosen)), None
     if cfg.head.kind == UNETR and cfg.augment.strength > 0:

@@ -187,9 +187,7 @@ def surfaces_of_scan(outputs_SDHW: Tensor, scan: WholeScan) -> np.ndarray:
 
 
 def _places(lattice: Lattice) -> list[tuple[Tensor, Tensor]]:
-    """For each axis, where the scan's voxels lie on the grid: the voxel before, and the share of the next; of
-    a B-scan its own plane.
-    """
+    """For each axis the grid voxel before each of the scan's and the share of the next; own planes."""
     result, axes = [], zip(*lattice[:4], strict=True)
     for axis, (count, own, size, target) in enumerate(axes):
         if axis == 0 and is_nearest(own, target, lattice.planes):

@@ -92,7 +92,7 @@ def find_scans(places: Places, options: StorageOptions, workers: int | None, out
             if not some:
                 raise UserError(f"{word}: expected {what} below {place}, found none in {len(sizes)} files")
         for scan in some:
-            scans.setdefault(scan.record.path, scan)
+            scans.setdefault(storage.absolute(scan.record.path), scan)
     return list(scans.values())
 
 

@@ -129,9 +129,7 @@ class LocalTokens(nn.Module):
     bias: Tensor
 
     def __init__(self, cfg: Config, width: int | None = None, mean: Tensor | None = None) -> None:
-        """`width`: of random ReLU features; 0: no tokens; None: the voxels. `mean` [27 v]: of the training
-        volumes.
-        """
+        """`width`: of random ReLU features; 0: no tokens; None: voxels. `mean` [27 v]: of training."""
         super().__init__()
         self.patch, self.grid, self.is_random = cfg.spatial.patch_size, cfg.grid, width is not None
         numbers = NEIGHBOURS * math.prod(map(min, self.patch, AVERAGED))
@@ -158,9 +156,7 @@ class LocalTokens(nn.Module):
 
 
 class SmallCNN(nn.Module):
-    """Convolutions and halvings down to the token grid, to be trained from scratch: a volume
-    [B, 1, D, H, W] -> tokens [B, N, CNN_WIDTH].
-    """
+    """Convolutions down to the token grid, to be trained: [B, 1, D, H, W] -> tokens [B, N, CNN_WIDTH]."""
 
     width = CNN_WIDTH
 

@@ -117,9 +117,7 @@ class Task:
 
 
 def judge(cohort: Cohort, outputs_nC: Tensor, scale: tuple[float, float]) -> tuple[float, float]:
-    """The score of the units of VAL, and the mean loss of its volumes, whose outputs float64 these are;
-    `scale` as in Task.
-    """
+    """The score of VAL's units and mean loss of its volumes, of outputs float64; `scale` as in Task."""
     val, (centre, spread), kind = cohort.fold == VAL, scale, cohort.kind
     target_nT = torch.from_numpy((cohort.target[val] - centre) / spread)
     weight_nT = torch.from_numpy(row_weights(kind, cohort.target[val], cohort.person[val], "none"))

@@ -76,9 +76,7 @@ class TunedModel(nn.Module):
     """Encoder and head. With `seed_B` a pass draws dropout and stochastic depth from the samples' seeds."""
 
     def __init__(self, encoder: VisionTransformer3D, num_outputs: int, cfg: Config) -> None:
-        """The head is drawn from torch's global generator; the encoder's mask token, which no volume meets
-        here, stays as it is.
-        """
+        """The head is drawn from torch's global generator; the encoder's mask token, never met, stays."""
         super().__init__()
         self.encoder = encoder
         self.top = HeadOnTokens(

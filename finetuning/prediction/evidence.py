@@ -133,9 +133,7 @@ def split_over_tokens(slope_BF: Tensor, reference_BF: Tensor, tokens_BNE: Tensor
 
 
 def block_of(grid: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Tokens of a block (d, h, w): where there are more than MAX_BLOCKS, the axis with the most is halved, of
-    equals the first.
-    """
+    """Tokens of a block (d, h, w): above MAX_BLOCKS the axis with the most is halved, of equals the first."""
     block = [1, 1, 1]
     while True:
         counts = [-(-size // step) for size, step in zip(grid, block, strict=True)]
@@ -170,9 +168,7 @@ def occlusion_map(
     cfg: Config,
     runtime: Runtime,
 ) -> Tensor:
-    """How much outputs @ weights falls when a token's block is hidden [N]; 0 where a block has no valid
-    token.
-    """
+    """How much outputs @ weights falls when a token's block is hidden [N]; 0 without valid tokens."""
     blocks_KN, inside_N = blocks_of(cfg.grid, block_of(cfg.grid)), valid_1N[0].cpu() > 0
     used_KN = blocks_KN[(blocks_KN & inside_N).any(dim=1)]
     sets_KN = torch.cat([torch.zeros_like(used_KN[:1]), used_KN])  # first nothing is hidden

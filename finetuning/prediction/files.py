@@ -163,9 +163,7 @@ class Files:
 
 
 def between(rows_SDW: np.ndarray, num_rows: int) -> np.ndarray:
-    """Classes uint8 [D, H, W]: n of the voxels whose centres lie from surface n on and above the next; 0
-    elsewhere, and where a border is unknown.
-    """
+    """Classes uint8 [D, H, W]: n from surface n on and above the next; 0 elsewhere and if unknown."""
     row = np.arange(num_rows)[:, None]
     labels = np.zeros((rows_SDW.shape[1], num_rows, rows_SDW.shape[2]), np.uint8)
     for number, (upper, lower) in enumerate(pairwise(rows_SDW), 1):
@@ -195,9 +193,7 @@ def stem_of(name: str) -> str:
 
 
 def bounded(name: str) -> str:
-    """A name with room for endings in the 255 bytes that disks allow: of a longer one the beginning and a
-    digest.
-    """
+    """A name with room for endings in a disk's 255 bytes: of a longer one the beginning and a digest."""
     content = os.fsencode(name)
     if len(content) <= LONGEST:
         return name

@@ -121,9 +121,7 @@ def _areas(
 
 
 def chosen_planes(page: Page) -> list[int]:
-    """Three B-scans, ascending: the middle one and the two with the strongest evidence that lie apart; of
-    surfaces the middles of three parts.
-    """
+    """Three B-scans, ascending: the middle and the two of strongest evidence apart; of surfaces of thirds."""
     d0, d1 = int(page.valid_box[0]), int(page.valid_box[1])
     middle = (d0 + d1 - 1) // 2
     if page.values is None:

@@ -34,7 +34,7 @@ from utils.config.schema import Config, StorageOptions
 GREY = (0.5, -1.2)
 MODEL_TYPES = ("dinov2", "dinov2_with_registers", "vit", "vit_mae")
 REFUSED = {  # what a message adds for a model_type that a user may well bring
-    "dinov3_vit": ", whose positions are rotary over all channels of a head, so that none is left for D",
+    "dinov3_vit": ", whose positions are rotary over all channels of a head, so that none is left for D"
 }
 NUM_REGISTERS = 4  # of dinov2_with_registers, where config.json does not say
 REQUIRED = {"hidden_act": "gelu", "qkv_bias": True, "use_swiglu_ffn": False}  # where config.json has the key

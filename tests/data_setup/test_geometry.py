@@ -113,9 +113,10 @@ def at(level: str, **values: Any) -> Edit:
     return edit
 
 
-def region(code: str, meaning: str = "", of: str = "81745001") -> list[Dataset]:
+def region(code: str = "", meaning: str = "", of: str = "81745001") -> dict[str, list[Dataset]]:
     """An AnatomicRegionSequence of a code with one modifier."""
-    return [item(CodeValue=of, AnatomicRegionModifierSequence=[item(CodeValue=code, CodeMeaning=meaning)])]
+    modifiers = [item(CodeValue=code, CodeMeaning=meaning)]
+    return {"AnatomicRegionSequence": [item(CodeValue=of, AnatomicRegionModifierSequence=modifiers)]}
 
 
 def steps(mm: float) -> Edit:
@@ -214,10 +215,15 @@ ANATOMY, MEASURES = "FrameAnatomySequence", "PixelMeasuresSequence"
 VALUES, PLANES = "PixelValueTransformationSequence", "PlaneOrientationSequence"
 LOCATION, TAKEN = "OphthalmicFrameLocationSequence", "FrameAcquisitionDateTime"
 DISTANCE = at(f"shared {MEASURES}", SpacingBetweenSlices=0.12)
-PLANE = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
+BACK = {"ImageOrientationPatient": [-1, 0, 0, 0, 0, -1]}
+PLANE, FRAME, CONTENT = "PlanePositionSequence", "FrameContentSequence", content(range(1, 9))
+NINE, ONES = {"ImagePositionPatient": [0, 9, 0]}, "1, 0, 1 (per_frame)"
+LINE, CURVED = {"ReferenceCoordinates": [7, 0, 7, 500]}, {"OphthalmicImageOrientation": "NONLINEAR"}
 GAP = [0, 1, 2, 3, 4, 5, 6, 10]
 TIME, PLACE, OFFSET = "TemporalPositionIndex", "InStackPositionNumber", "TemporalPositionTimeOffset"
 VISITS = [(time, place) for place in range(1, 5) for time in (1, 2)]
+BY_NUMBER = content([n + 1 for n in ORDER])
+BY_INDEX = dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE)
 LOOSE = "UnassignedSharedConvertedAttributesSequence"
 RIGHT, LEFT = (1, 0, 0, 0, 0, -1), (-1, 0, 0, 0, 0, -1)
 TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
@@ -226,34 +232,34 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
 @pytest.mark.parametrize(
     ("options", "reason", "words"),
     [
-        ({"edit": content(stacks=list("11112222"))}, VOLUME, "2 stacks"),
-        ({"edit": assign(InConcatenationTotalNumber=4, InConcatenationNumber=1)}, VOLUME, "one of 4 parts"),
-        ({"edit": assign(ConcatenationUID="1.2.9")}, VOLUME, "(ConcatenationUID) that does not say 1 of 1"),
-        ({"edit": assign(InConcatenationNumber=2)}, VOLUME, "InConcatenationNumber"),
-        ({"edit": assign(ConcatenationFrameOffsetNumber=8)}, VOLUME, "ConcatenationFrameOffsetNumber"),
-        ({"edit": assign(SOPInstanceUIDOfConcatenationSource="1.2.9")}, VOLUME, "ConcatenationSource"),
-        ({"edit": assign(InConcatenationTotalNumber=1, InConcatenationNumber=2)}, VOLUME, "1 of 1"),
-        ({"edit": assign(InConcatenationTotalNumber=1, ConcatenationFrameOffsetNumber=8)}, VOLUME, "1 of 1"),
-        ({"edit": content(range(9, 17))}, VOLUME, "B-scans 9 to 16 of a stack"),
+        (content(stacks=list("11112222")), VOLUME, "2 stacks"),
+        (assign(InConcatenationTotalNumber=4, InConcatenationNumber=1), VOLUME, "one of 4 parts"),
+        (assign(ConcatenationUID="1.2.9"), VOLUME, "(ConcatenationUID) that does not say 1 of 1"),
+        (assign(InConcatenationNumber=2), VOLUME, "InConcatenationNumber"),
+        (assign(ConcatenationFrameOffsetNumber=8), VOLUME, "ConcatenationFrameOffsetNumber"),
+        (assign(SOPInstanceUIDOfConcatenationSource="1.2.9"), VOLUME, "ConcatenationSource"),
+        (assign(InConcatenationTotalNumber=1, InConcatenationNumber=2), VOLUME, "1 of 1"),
+        (assign(InConcatenationTotalNumber=1, ConcatenationFrameOffsetNumber=8), VOLUME, "1 of 1"),
+        (content(range(9, 17)), VOLUME, "B-scans 9 to 16 of a stack"),
         ({"edit": content(range(9, 17)), "positions": STEPS}, VOLUME, "B-scans 9 to 16 of a stack"),
         ({"edit": content([1, 1, 2, 2, 3, 3, 4, 4]), "positions": STEPS}, VOLUME, "4 places for 8 frames"),
-        ({"edit": dimensions([(1, n) for n in range(9, 17)])}, VOLUME, "B-scans 9 to 16 of a stack"),
-        ({"edit": dimensions(VISITS)}, VOLUME, "2 places for 8 frames"),
+        (dimensions([(1, n) for n in range(9, 17)]), VOLUME, "B-scans 9 to 16 of a stack"),
+        (dimensions(VISITS), VOLUME, "2 places for 8 frames"),
         ({"edit": dimensions(VISITS, TIME, PLACE), "positions": STEPS}, VOLUME, "neither stack nor place"),
-        ({"edit": dimensions([(2, n) for n in range(1, 9)], TIME, PLACE)}, VOLUME, TIME),
-        ({"edit": dimensions([(n, 1) for n in range(1, 9)], "EffectiveEchoTime", PLACE)}, VOLUME, "Echo"),
-        ({"edit": dimensions(VISITS, "StackID", PLACE)}, VOLUME, "2 stacks"),
-        ({"edit": dimensions([(1, n + 1) for n in GAP], "StackID", PLACE)}, MISSING, "DimensionIndexValues"),
-        ({"edit": in_frames(TIME, [1, 2] * 4)}, VOLUME, TIME),
+        (dimensions([(2, n) for n in range(1, 9)], TIME, PLACE), VOLUME, TIME),
+        (dimensions([(n, 1) for n in range(1, 9)], "EffectiveEchoTime", PLACE), VOLUME, "Echo"),
+        (dimensions(VISITS, "StackID", PLACE), VOLUME, "2 stacks"),
+        (dimensions([(1, n + 1) for n in GAP], "StackID", PLACE), MISSING, "DimensionIndexValues"),
+        (in_frames(TIME, [1, 2] * 4), VOLUME, TIME),
         ({"edit": in_frames(TIME, [2] * 8), "positions": STEPS}, VOLUME, TIME),
-        ({"edit": in_frames(OFFSET, [0.0, 9.0] * 4, "TemporalPositionSequence")}, VOLUME, OFFSET),
-        ({"edit": assign(NumberOfTemporalPositions=2)}, VOLUME, "NumberOfTemporalPositions"),
-        ({"edit": assign(TemporalPositionIdentifier=2)}, VOLUME, "TemporalPositionIdentifier"),
-        ({"edit": assign(NumberOfTimeSlices=2)}, VOLUME, "NumberOfTimeSlices"),
-        ({"edit": in_frames(TAKEN, ["20240131101010", "20240201101010"] * 4)}, VOLUME, "B-scans of 2 days"),
-        ({"edit": in_frames(TAKEN, ["20240131101010", "20240131101011"] * 4)}, None, ""),
-        ({"edit": content(GAP)}, MISSING, "InStackPositionNumber"),
-        ({"edit": content([1, 2, 3, 4, 4, 5, 6, 7])}, MISSING, "InStackPositionNumber"),
+        (in_frames(OFFSET, [0.0, 9.0] * 4, "TemporalPositionSequence"), VOLUME, OFFSET),
+        (assign(NumberOfTemporalPositions=2), VOLUME, "NumberOfTemporalPositions"),
+        (assign(TemporalPositionIdentifier=2), VOLUME, "TemporalPositionIdentifier"),
+        (assign(NumberOfTimeSlices=2), VOLUME, "NumberOfTimeSlices"),
+        (in_frames(TAKEN, ["20240131101010", "20240201101010"] * 4), VOLUME, "B-scans of 2 days"),
+        (in_frames(TAKEN, ["20240131101010", "20240131101011"] * 4), None, ""),
+        (content(GAP), MISSING, "InStackPositionNumber"),
+        (content([1, 2, 3, 4, 4, 5, 6, 7]), MISSING, "InStackPositionNumber"),
         ({"positions": chosen(steps_along(11, 1, 0.12), GAP)}, MISSING, "steps of 0.12 to 0.48 mm"),
         ({"references": chosen(rows_down(11), GAP)}, MISSING, "steps of 10 to 40 pixels"),
         ({"positions": chosen(STEPS, [0, 0, 1, 1, 2, 2, 3, 3])}, VOLUME, "one place"),
@@ -261,148 +267,70 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         ({"positions": [[0, 0.12 * i + 0.04 * (i % 2), 0] for i in range(8)]}, MISSING, "two scans"),
         ({"positions": [[0, np.sin(i), np.cos(i)] for i in range(8)]}, VOLUME, "one line"),
         ({"positions": STEPS, "references": chosen(LINES, ORDER)}, MISMATCH, "another order"),
-        (
-            {"positions": STEPS, "edit": content([n + 1 for n in ORDER])},
-            MISMATCH,
-            "frames in the order of InStackPositionNumber, found another order in ImagePositionPatient",
-        ),
-        ({"references": LINES, "edit": content([n + 1 for n in ORDER])}, MISMATCH, "ReferenceCoordinates"),
+        ({"positions": STEPS, "edit": BY_NUMBER}, MISMATCH, "of InStackPositionNumber, found another order"),
+        ({"references": LINES, "edit": BY_NUMBER}, MISMATCH, "ReferenceCoordinates"),
         ({"positions": STEPS, "edit": content(range(8, 0, -1))}, None, ""),  # from the other end
-        (
-            {"edit": dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE), "positions": STEPS},
-            MISMATCH,
-            "of DimensionIndexValues, found another order in ImagePositionPatient",
-        ),
-        (
-            {"edit": all_of(dimensions([[n + 1] for n in ORDER], PLACE), numbered)},
-            MISMATCH,
-            "of InStackPositionNumber, found another order in DimensionIndexValues",
-        ),
+        ({"edit": BY_INDEX, "positions": STEPS}, MISMATCH, "of DimensionIndexValues, found another order in"),
+        (all_of(BY_INDEX, numbered), MISMATCH, "Number, found another order in DimensionIndexValues"),
         ({"references": [*LINES[:3], TO_LEFT[3], *LINES[4:]]}, VOLUME, "B-scan 4"),
         ({"references": TO_LEFT}, MISMATCH, "right to left"),
-        ({"edit": directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4])}, VOLUME, "B-scan 4"),
-        ({"edit": directions([*[RIGHT] * 6, (1, 0, 0, 0, 0, 1), RIGHT])}, VOLUME, "B-scan 7"),
-        ({"edit": directions([LEFT] * 8)}, MISMATCH, "right to left"),
-        ({"edit": directions([(1, 0, 0, 1, 0, 0)] * 8)}, MISMATCH, "at right angles"),
-        ({"edit": directions([(0, 0, 0, 0, 0, 0)] * 8)}, None, ""),  # placeholders
-        ({"edit": assign(PresentationLUTShape="INVERSE")}, MISMATCH, "INVERSE (PresentationLUTShape)"),
-        ({"edit": assign(PresentationLUTShape="IDENTITY")}, None, ""),
-        ({"edit": drop("PhotometricInterpretation")}, MISMATCH, "a complete pixel description"),
+        (directions([*[RIGHT] * 3, LEFT, *[RIGHT] * 4]), VOLUME, "B-scan 4"),
+        (directions([*[RIGHT] * 6, (1, 0, 0, 0, 0, 1), RIGHT]), VOLUME, "B-scan 7"),
+        (directions([LEFT] * 8), MISMATCH, "right to left"),
+        (directions([(1, 0, 0, 1, 0, 0)] * 8), MISMATCH, "at right angles"),
+        (directions([(0, 0, 0, 0, 0, 0)] * 8), None, ""),  # placeholders
+        (assign(PresentationLUTShape="INVERSE"), MISMATCH, "INVERSE (PresentationLUTShape)"),
+        (assign(PresentationLUTShape="IDENTITY"), None, ""),
+        (drop("PhotometricInterpretation"), MISMATCH, "a complete pixel description"),
         ({"positions": steps_along(COUNT, 1, 0.2)}, MISMATCH, "5 %"),
         ({"positions": steps_along(COUNT, 2, 0.127)}, MISMATCH, "5 %"),
         ({"spacing": (0.12, 0.0117, 0.0039)}, RANGE, "axial"),
         # one fact at two levels; the file's own values: R, 0.12, 0.0026, 0.03 mm in the shared group
-        ({"edit": at("root", Laterality="L")}, MISMATCH, "R (ImageLaterality) and L (Laterality)"),
-        ({"edit": at(f"shared {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
-        ({"edit": at(f"half {ANATOMY}", FrameLaterality="L")}, MISMATCH, "R (ImageLaterality) and L"),
-        (
-            {"edit": at(f"frames {ANATOMY}", FrameLaterality="B")},
-            MISMATCH,
-            "R (ImageLaterality) and both eyes",
-        ),
-        ({"edit": at("root", ImageLaterality="B")}, MISMATCH, "found both eyes (ImageLaterality)"),
-        (
-            {"edit": at(f"half {ANATOMY}", FrameLaterality="U")},
-            MISMATCH,
-            "and another value (FrameLaterality",
-        ),
-        ({"edit": at(f"half {ANATOMY}", FrameLaterality="UNKNOWN")}, None, ""),
-        (
-            {"edit": at("root", AnatomicRegionSequence=region("7771000"))},
-            MISMATCH,
-            "and L (AnatomicRegionMod",
-        ),
-        (
-            {"edit": at("root", AnatomicRegionSequence=region("X", "left"))},
-            MISMATCH,
-            "and L (AnatomicRegionMod",
-        ),
-        ({"edit": at("root", AnatomicRegionSequence=region("24028007"))}, None, ""),
-        ({"edit": at("root", AnatomicRegionSequence=region("260521003", "Internal"))}, None, ""),
-        (
-            {"edit": at("root", AnatomicRegionSequence=region("", of="8966001"))},
-            MISMATCH,
-            "L (AnatomicRegionS",
-        ),
-        (
-            {"edit": at(f"half {ANATOMY}", AnatomicRegionSequence=region("G-A102"))},
-            MISMATCH,
-            "both eyes (AnatomicRegionModifierSequence in PerFrameFunctionalGroupsSequence)",
-        ),
-        ({"edit": at(f"shared {LOOSE}", FrameLaterality="L")}, MISMATCH, "and L (FrameLaterality in Shared"),
-        ({"edit": at("root", PixelSpacing=[0.0039, 0.03])}, MISMATCH, "(shared) and 0.0039 mm (root)"),
-        ({"edit": at(f"frames {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
-        ({"edit": at(f"half {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "(per_frame)"),
-        ({"edit": at(f"frames {MEASURES}", SliceThickness=0.3)}, MISMATCH, "SliceThickness"),
-        ({"edit": all_of(DISTANCE, at("root", SpacingBetweenSlices=0.3))}, MISMATCH, "SpacingBetweenSlices"),
-        ({"edit": all_of(DISTANCE, steps(0.2))}, MISMATCH, "SpacingBetweenSlices within 5 %"),
-        (
-            {"edit": all_of(at("root", RescaleSlope=0.9), at(f"shared {VALUES}", RescaleSlope=1))},
-            MISMATCH,
-            "0.9",
-        ),
-        ({"edit": at(f"half {VALUES}", RescaleSlope=0.5)}, MISMATCH, "1 and 0 (per_frame)"),
-        ({"edit": at("root", ModalityLUTSequence=[item()])}, PIXELS, "ModalityLUTSequence"),
-        ({"edit": at(f"shared {VALUES}", ModalityLUTSequence=[item()])}, PIXELS, "ModalityLUTSequence"),
+        (at("root", Laterality="L"), MISMATCH, "R (ImageLaterality) and L (Laterality)"),
+        (at(f"shared {ANATOMY}", FrameLaterality="L"), MISMATCH, "R (ImageLaterality) and L"),
+        (at(f"half {ANATOMY}", FrameLaterality="L"), MISMATCH, "R (ImageLaterality) and L"),
+        (at(f"frames {ANATOMY}", FrameLaterality="B"), MISMATCH, "R (ImageLaterality) and both eyes"),
+        (at("root", ImageLaterality="B"), MISMATCH, "found both eyes (ImageLaterality)"),
+        (at(f"half {ANATOMY}", FrameLaterality="U"), MISMATCH, "and another value (FrameLaterality"),
+        (at(f"half {ANATOMY}", FrameLaterality="UNKNOWN"), None, ""),
+        (at("root", **region("7771000")), MISMATCH, "and L (AnatomicRegionMod"),
+        (at("root", **region("X", "left")), MISMATCH, "and L (AnatomicRegionMod"),
+        (at("root", **region("24028007")), None, ""),
+        (at("root", **region("260521003", "Internal")), None, ""),
+        (at("root", **region(of="8966001")), MISMATCH, "L (AnatomicRegionS"),
+        (at(f"half {ANATOMY}", **region("G-A102")), MISMATCH, "both eyes (AnatomicRegionModif"),
+        (at(f"shared {LOOSE}", FrameLaterality="L"), MISMATCH, "and L (FrameLaterality in Shared"),
+        (at("root", PixelSpacing=[0.0039, 0.03]), MISMATCH, "(shared) and 0.0039 mm (root)"),
+        (at(f"frames {MEASURES}", PixelSpacing=[0.0026, 0.04]), MISMATCH, "(per_frame)"),
+        (at(f"half {MEASURES}", PixelSpacing=[0.0026, 0.04]), MISMATCH, "(per_frame)"),
+        (at(f"frames {MEASURES}", SliceThickness=0.3), MISMATCH, "SliceThickness"),
+        (all_of(DISTANCE, at("root", SpacingBetweenSlices=0.3)), MISMATCH, "SpacingBetweenSlices"),
+        (all_of(DISTANCE, steps(0.2)), MISMATCH, "SpacingBetweenSlices within 5 %"),
+        (all_of(at("root", RescaleSlope=0.9), at(f"shared {VALUES}", RescaleSlope=1)), MISMATCH, "0.9"),
+        (at(f"half {VALUES}", RescaleSlope=0.5), MISMATCH, "1 and 0 (per_frame)"),
+        (at("root", ModalityLUTSequence=[item()]), PIXELS, "ModalityLUTSequence"),
+        (at(f"shared {VALUES}", ModalityLUTSequence=[item()]), PIXELS, "ModalityLUTSequence"),
         # several items where one is allowed, and one fact in the shared group and in the frames
-        ({"edit": second(f"shared {MEASURES}", PixelSpacing=[0.0026, 0.04])}, MISMATCH, "0.04 (shared)"),
-        ({"edit": second(f"shared {MEASURES}", SpacingBetweenSlices=0.2)}, MISMATCH, "none (shared)"),
-        ({"edit": another_shared_group(PixelSpacing=[0.0026, 0.04])}, MISMATCH, "0.04 (shared)"),
-        (
-            {"edit": all_of(*(second(f"shared {VALUES}", RescaleSlope=slope) for slope in (1, 0.5)))},
-            MISMATCH,
-            "1 (shared) and 0.5 (shared)",
-        ),
-        (
-            {
-                "edit": second("frame PlanePositionSequence", ImagePositionPatient=[0, 9, 0]),
-                "positions": STEPS,
-            },
-            MISMATCH,
-            "one ImagePositionPatient of a frame, found 1, 0, 1 (per_frame) and 0, 9, 0 (per_frame)",
-        ),
-        (
-            {"edit": at("shared PlanePositionSequence", ImagePositionPatient=[0, 9, 0]), "positions": STEPS},
-            MISMATCH,
-            "0, 9, 0 (shared) and 1, 0, 1 (per_frame)",
-        ),
-        (
-            {"edit": second(f"frame {LOCATION}", ReferenceCoordinates=[7, 0, 7, 500]), "references": LINES},
-            MISMATCH,
-            "ReferenceCoordinates",
-        ),
-        (
-            {"edit": at(f"shared {LOCATION}", OphthalmicImageOrientation="NONLINEAR"), "references": LINES},
-            MISMATCH,
-            "OphthalmicImageOrientation of a frame, found a text (shared) and a text (per_frame)",
-        ),
-        (
-            {
-                "edit": all_of(
-                    content(range(1, 9)), second("frame FrameContentSequence", InStackPositionNumber=9)
-                )
-            },
-            MISMATCH,
-            "1 (per_frame) and 9 (per_frame)",
-        ),
-        ({"edit": all_of(content(range(1, 9)), at("shared FrameContentSequence", StackID="2"))}, None, ""),
-        (
-            {"edit": all_of(content(stacks="11111111"), at("shared FrameContentSequence", StackID="2"))},
-            MISMATCH,
-            "StackID",
-        ),
-        (
-            {"edit": all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **PLANE))},
-            MISMATCH,
-            "ImageOrientationPatient",
-        ),
+        (second(f"shared {MEASURES}", PixelSpacing=[0.0026, 0.04]), MISMATCH, "0.04 (shared)"),
+        (second(f"shared {MEASURES}", SpacingBetweenSlices=0.2), MISMATCH, "none (shared)"),
+        (another_shared_group(PixelSpacing=[0.0026, 0.04]), MISMATCH, "0.04 (shared)"),
+        (all_of(*(second(f"shared {VALUES}", RescaleSlope=n) for n in (1, 0.5))), MISMATCH, "1 (shared) and"),
+        ({"edit": second(f"frame {PLANE}", **NINE), "positions": STEPS}, MISMATCH, f"{ONES} and 0, 9, 0 (p"),
+        ({"edit": at(f"shared {PLANE}", **NINE), "positions": STEPS}, MISMATCH, f"9, 0 (shared) and {ONES}"),
+        ({"edit": second(f"frame {LOCATION}", **LINE), "references": LINES}, MISMATCH, "ReferenceCoord"),
+        ({"edit": at(f"shared {LOCATION}", **CURVED), "references": LINES}, MISMATCH, "a text (shared) and"),
+        (all_of(CONTENT, second(f"frame {FRAME}", InStackPositionNumber=9)), MISMATCH, "1 (per_frame) and 9"),
+        (all_of(CONTENT, at(f"shared {FRAME}", StackID="2")), None, ""),
+        (all_of(content(stacks="11111111"), at(f"shared {FRAME}", StackID="2")), MISMATCH, "StackID"),
+        (all_of(directions([RIGHT] * 8), at(f"shared {PLANES}", **BACK)), MISMATCH, "ImageOrientation"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_contradictions_are_rejects(
-    tmp_path: Path, options: dict[str, Any], reason: RejectReason | None, words: str
+    tmp_path: Path, options: dict[str, Any] | Edit, reason: RejectReason | None, words: str
 ) -> None:
-    path = write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **options)
+    more = {"edit": options} if callable(options) else options
+    path = write_opt(tmp_path, speckle(COUNT), name="eye.dcm", **more)
     if reason is None:
         read_volume(path)
     else:
@@ -448,10 +376,8 @@ def test_what_says_one_of_one_is_a_whole_volume(tmp_path: Path) -> None:
 
 
 def test_dimension_indices_order_frames_that_nothing_else_orders(tmp_path: Path) -> None:
-    edit = dimensions([(1, n + 1) for n in ORDER], "StackID", PLACE)
-    np.testing.assert_array_equal(
-        read_volume(write_opt(tmp_path, speckle(COUNT)[ORDER], edit=edit)).voxels, speckle(COUNT)
-    )
+    path = write_opt(tmp_path, speckle(COUNT)[ORDER], edit=BY_INDEX)
+    np.testing.assert_array_equal(read_volume(path).voxels, speckle(COUNT))
 
 
 def test_five_percent_between_thickness_and_positions_are_allowed(tmp_path: Path) -> None:

@@ -319,11 +319,7 @@ def test_workers_use_one_torch_thread(store_url: str) -> None:
     ("kind", "error", "message"),
     [
         (FailingVolumes, ValueError, "row 5 is broken"),
-        (
-            UnreadableVolumes,
-            LoaderError,
-            r"^rank 0, step \d+: .*gs://bucket/store/c\.5: expected[^\n]*$",
-        ),
+        (UnreadableVolumes, LoaderError, r"^rank 0, step \d+: .*gs://bucket/store/c\.5: expected[^\n]*$"),
         (AwayVolumes, LostWorkerError, r"^rank 0, step \d+: .*gs://bucket/store/c\.5: gave up[^\n]*$"),
         (DyingVolumes, LostWorkerError, r"step \d+, .*loader worker 0 of 1: .*dead worker: .*pid\(s\) \d+"),
         pytest.param(

@@ -163,9 +163,7 @@ def test_prepare_measures_what_it_reads(tmp_path: Path, eyes: list[tuple[np.ndar
 
 
 def test_pictures_of_strangers_are_no_volume(tmp_path: Path, eyes: list[tuple[np.ndarray, Spacing]]) -> None:
-    """A scan in order is kept as images too; each of its B-scans, or each three of them in a row, shifted for
-    itself is as other people's.
-    """
+    """A scan in order is kept as images too; B-scans, or threes in a row, that are shifted are strangers'."""
     cfg = config(tmp_path, tmp_path / "run")
     for number, (volume, spacing) in enumerate(eyes):
         places = (np.arange(len(volume)) * 0.618 % 1 - 0.5) * 0.6 * volume.shape[1]  # neighbours far apart
@@ -217,9 +215,7 @@ def test_what_is_worth_nothing_and_what_lies_outside_is_said(tmp_path: Path) -> 
 
 
 def test_b_scans_that_no_plane_is_are_said() -> None:
-    """Of a scan whose B-scans lie closer than planes and further apart than half of that; of a store whose
-    planes are mixed none is left out, and that is said.
-    """
+    """B-scans closer than planes, and further apart than half of that; a mixed store leaves none out."""
     apart = {"shape_before_d": 25.0, "spacing_before_d": 0.1, "spacing_after_d": 0.12, "quality": 1.0}
     index = index_store([{**apart, "protocol": "p", "split": "train"}]).index
     geometry = {"image_size": [32, 8, 8], "planes": "nearest"}

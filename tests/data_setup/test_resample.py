@@ -167,9 +167,7 @@ PITCHES = [  # between B-scans, and between planes of the grid, mm
 @pytest.mark.parametrize(("pitch", "target"), PITCHES)
 @pytest.mark.parametrize("planes", [NEAREST, BLENDED])
 def test_no_b_scan_is_mixed_with_another(pitch: float, target: float, planes: str) -> None:
-    """Image, surfaces and classes of a plane are of one B-scan, and come back as they were. BLENDED, the rule
-    of older stores, is seen to mix them.
-    """
+    """Image, surfaces and classes of a plane are of one B-scan, and come back; BLENDED mixes them."""
     worst_um = 0.0
     for count in COUNTS:
         for more in (-4, 1, 2):  # planes than the field has, odd and even

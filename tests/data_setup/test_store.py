@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import fcntl
+import json
 import multiprocessing
 import pickle
 from pathlib import Path
@@ -211,12 +212,15 @@ def test_a_cut_file_is_named(filled: StoreWriter, name: str, kept: float) -> Non
 def test_a_cut_record_list_is_named_and_a_cut_row_is_pending(filled: StoreWriter) -> None:
     """A row can be prepared again; which record has which row cannot be guessed."""
     row, records = (storage.join(filled.url, n) for n in ("rows/000002.json", "records.jsonl"))
-    storage.write_bytes(row, storage.read_bytes(row)[:-20])
-    assert filled.rows.read().keys() == {0, 1}
+    whole = json.loads(storage.read_bytes(row))
+    for damaged in (json.dumps(whole)[:-20], *(json.dumps(whole | {"record": part}) for part in (3, {}))):
+        storage.write_text(row, damaged)
+        assert filled.rows.read().keys() == {0, 1}
     assert filled.finalise(range(4)).status.to_list() == ["kept", "missing_file", "pending", "pending"]
-    storage.write_bytes(records, storage.read_bytes(records)[:-20])
-    with pytest.raises(UserError, match=r"records\.jsonl: expected a whole file"):
-        filled.append_records([record(0)])
+    for damaged in (storage.read_text(records)[:-20], "3\n", "{}\n"):
+        storage.write_text(records, damaged)
+        with pytest.raises(UserError, match=r"records\.jsonl: expected a whole file"):
+            filled.read_records()
 
 
 def test_a_chunk_comes_before_its_row(filled: StoreWriter, monkeypatch: pytest.MonkeyPatch) -> None:

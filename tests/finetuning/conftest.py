@@ -14,9 +14,7 @@ from tests.support.finetune_factory import make_world
 
 @pytest.fixture(scope="module", autouse=True)
 def _two_blocks() -> Iterator[None]:
-    """The smallest size of the configurations has two blocks here, and an interval few resamples. Tests whose
-    own processes build models define a fixture of this name.
-    """
+    """Two blocks at the smallest size, and few resamples; modules may define this fixture anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
         patch.setattr(intervals, "BOOTSTRAP_SAMPLES", 300)

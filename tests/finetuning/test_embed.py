@@ -119,9 +119,7 @@ def assert_same_features(one: Path, other: Path) -> None:
 def test_only_what_changed_is_embedded_again(
     world: Path, checkpoint: str, done: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A damaged volume is a row with its reason, exit code 1. Then it is mended, another volume has other
-    statistics, a third another split, and the file of a fourth row is cut.
-    """
+    """A damaged volume is a row with its reason; mended, and with other rows changed, only these run."""
     store, out = tmp_path / "store", tmp_path / "out"
     shutil.copytree(world / "store", store)
     chunk = store / "volumes" / chunk_key(3)
@@ -145,17 +143,17 @@ def test_only_what_changed_is_embedded_again(
     index.to_parquet(store / "index.parquet", index=False)
     row = out / "rows" / "000002.npz"
     row.write_bytes(row.read_bytes()[:100])
-    others = [out / "rows" / f"00000{number}.npz" for number in (7, 8, 9)]
-    np.savez(others[0], facts="3")
-    np.savez(others[1], facts='{"version": "x"}')
-    np.savez(others[2], facts='{"version": "x", "fields": {}}', more=np.zeros(2))
+    for number, facts in {
+        7: "3",
+        8: '{"version": "x"}',
+        9: '{"version": "x", "fields": {}, "more": 1}',
+    }.items():
+        np.savez(out / "rows" / f"00000{number}.npz", facts=facts, **({"more": 1} if number == 9 else {}))
     before = {path.name: path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
     assert main(words) == 0
     assert "10 volumes with features, 0 without; embedded now 6, before 4" in capfd.readouterr().out
     after = {path.name: path.stat().st_mtime_ns for path in (out / "rows").iterdir()}
-    assert {name for name in after if after[name] != before[name]} == {
-        f"00000{n}.npz" for n in (2, 3, 5, 7, 8, 9)
-    }
+    assert {int(name[:6]) for name in after if after[name] != before[name]} == {2, 3, 5, 7, 8, 9}
     second, unbroken = (pd.read_parquet(folder / "features.parquet") for folder in (out, done))
     assert (first["split"][6], second["split"][6]) == ("test", "train")
     changed = np.abs(features(second) - features(unbroken)).max(axis=1) > 0
@@ -199,12 +197,10 @@ def test_another_question_needs_another_folder(
 ) -> None:
     words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out"]
     before = (done / "embed.json").read_text()
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
     for text in (before[:9], "[1]", "null", ""):
-        (damaged / "embed.json").write_text(text)
+        (tmp_path / "embed.json").write_text(text)
         with pytest.raises(UserError, match=r"embed\.json: expected .* of finetuning\.embed, found another"):
-            main([*words, str(damaged)])
+            main([*words, str(tmp_path)])
     with pytest.raises(UserError, match=r"embed\.json: patches: expected false of this command, found true"):
         main([*words, str(done)])
     assert (done / "embed.json").read_text() == before
@@ -307,9 +303,7 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_a_kill_costs_one_row(world: Path, checkpoint: str, done: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle, the same again by two processes: the unbroken run's bytes, nothing embedded
-    twice.
-    """
+    """SIGKILL in the middle, then two processes: the unbroken run's bytes, nothing embedded twice."""
     out, rows = tmp_path / "out", tmp_path / "out" / "rows"
     words = ["--checkpoint", checkpoint, "--store", str(world / "store"), "--out", str(out), "--patches"]
     running = Running([sys.executable, "-c", SLOWLY, *words], tmp_path / "first")

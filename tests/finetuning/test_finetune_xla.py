@@ -37,9 +37,7 @@ def labelled(cfg: Config, number: int) -> Batch:
 
 @pytest.mark.parametrize("kind", ["linear", "attentive"])
 def test_losses_are_those_of_plain_torch(xla: Runtime, kind: str) -> None:
-    """With it: one program, nothing read back, nothing that XLA leaves to the CPU, and an update without
-    finite loss moves nothing.
-    """
+    """One program, nothing read back or left to the CPU; an update without finite loss moves nothing."""
     cfg = small_config("vjepa2", f"head.kind={kind}", *SETTINGS)
     losses: dict[str, list[torch.Tensor]] = {}
     weights = {}

@@ -275,9 +275,7 @@ def shifted(world: Path, arms: dict[int, float]) -> Any:
 def test_errors_are_those_of_the_volumes_own_spacing(
     world: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One voxel off is one axial spacing; random initialisation is made two voxels off. Labels are those of
-    the files, from which what comes back from the grid differs a little.
-    """
+    """One voxel off is one axial spacing; random is two off; file labels differ from the grid's a little."""
     head = LAYERS.open_head(str(trained), StorageOptions())
     monkeypatch.setattr(Kind, "open_head", lambda *_: head)
     offsets = {id(arm.decoder): 1.0 + number for number, arm in enumerate(head.arms)}
@@ -349,11 +347,7 @@ def test_heights_of_apart_b_scans_come_back_to_the_file(tmp_path: Path, planes_m
 
 
 def test_people_whose_surfaces_no_training_volume_has(
-    world: Path,
-    trained: Path,
-    evaluated: tuple[Path, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    world: Path, trained: Path, evaluated: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a random encoder they have no error to compare with: all of them, then one."""
     head = LAYERS.open_head(str(trained), StorageOptions())
@@ -525,9 +519,7 @@ def test_a_plane_has_its_own_tokens_voxels_and_heights(world: Path, tmp_path: Pa
 def test_an_encoder_is_trained_with_its_decoder(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both arms move, from one decoder, by batches of whole volumes; the file holds what was best on
-    validation, and needs no checkpoint.
-    """
+    """Both arms move by batches of whole volumes; the file holds what was best, without a checkpoint."""
     seen: list[list[tuple[int, int]]] = []
     whole = Planes.batch
     monkeypatch.setattr(
@@ -785,9 +777,7 @@ def test_files_get_surfaces_in_their_own_rows(world: Path, trained: Path, tmp_pa
 def test_arrays_and_the_fovea_lie_as_the_file_does(
     world: Path, trained: Path, tmp_path: Path, kind: str
 ) -> None:
-    """A scan in two files, whose frames or axes the reader brings into one order: each A-scan has the same
-    surfaces, and the same fovea is given and found.
-    """
+    """Of a scan in two files, in other orders, each A-scan has the same surfaces and fovea."""
     path = next((world / "tree" / "retinal_oct").rglob("*.dcm"))
     header, frames = open_record(unknown_record(str(path)), StorageOptions())
     (depth, height, width), step = header.shape, 1 if kind == "dicom" else -1

@@ -225,9 +225,7 @@ def units(labels: Sequence[int], chosen: Sequence[int] | np.ndarray) -> Predicti
 def test_order_is_that_of_validation(
     world: Path, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that is worst on validation and best on the evaluated split stands last; validation chooses the
-    random seed.
-    """
+    """A row worst on validation and best on the evaluated split is last; validation chooses the seed."""
     cohort = question_of(world, tmp_path).cohorts[0]
     right = np.eye(2)[cohort.target[cohort.fold == EVALUATED, 0].astype(int)]
 

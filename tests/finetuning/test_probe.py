@@ -79,9 +79,7 @@ def test_the_command_trains_and_says_what_is_next(
     assert main(["--config", TASK, f"model.checkpoint={checkpoint}", f"run.dir={run}", *QUICK]) == 0
     out = capsys.readouterr().out
     assert out.count("kept") == 1
-    assert (
-        f"next: python -m finetuning.evaluate --head '{probe.parent}/again $\\n/checkpoints/head.pt'" in out
-    )
+    assert f"finetuning.evaluate --head '{probe.parent}/again $\\n/checkpoints/head.pt'" in out
     assert "Chosen only on validation" in out
     store = PreparedStore.open(load_checkpoint_config(checkpoint).data.store)
     splits = [set(store.index.loc[rows, "split"]) for rows in asked]

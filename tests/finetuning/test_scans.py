@@ -112,7 +112,7 @@ def test_a_folder_means_all_that_prepare_opens(tree: Path, capsys: pytest.Captur
         (Places(dicoms=["."]), {"P03/scan.dcm"}),
         (Places(files=["P01"]), {"OD", "OS.nii.gz"}),
         (Places(files=["P01/OD"]), {"OD"}),  # the folder is the volume
-        (Places(files=["P01/OD/", "P02/OD.tif", "P02/OD.tif"]), {"OD", "OD.tif"}),
+        (Places(files=["P01/OD/", "P02/OD.tif", "P02/./OD.tif"]), {"OD", "OD.tif"}),
         (Places(files=["absent.nii"]), {"absent.nii"}),  # its line says that it is missing
     ],
 )
@@ -678,8 +678,7 @@ UNWANTED = ("PatientComments", "InstitutionName", "StudyDescription")  # no file
 
 @pytest.mark.parametrize("protocol", [0, 2])
 @pytest.mark.parametrize(
-    "edit",
-    [without_groups, orientation_by_frame, without_orientation, without_a_patient, lambda scan: None],
+    "edit", [without_groups, orientation_by_frame, without_orientation, without_a_patient, lambda scan: None]
 )
 def test_files_about_any_scan_name_nobody_unless_asked(tmp_path: Path, edit: Any, protocol: int) -> None:
     """Whatever of its geometry or patient a scan lacks; each class is a segment, whatever its name."""
@@ -819,14 +818,8 @@ def test_lines_of_a_killed_command_are_gone_on_with(tmp_path: Path) -> None:
     lines.close()
     assert file.stat().st_size == size  # no half line
     line = json.loads(written.splitlines()[0])
-    edits = (
-        {"path": [1]},
-        {"picture": 5},
-        {"file": 3},
-        {"scores": 3},
-        {"classes": {"fluid": {}}},
-        {"status": 1},
-    )
+    edits = [{"path": [1]}, *({name: 3} for name in ("picture", "file", "scores", "status"))]
+    edits += [{"classes": {"fluid": {}}}]
     for text in ("mine\n", *(json.dumps(line | edit) + "\n" for edit in edits)):
         file.write_text(text)
         with pytest.raises(UserError, match=r"expected lines of finetuning\.predict, found another one"):

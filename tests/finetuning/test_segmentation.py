@@ -537,9 +537,7 @@ def test_what_does_not_fit_is_refused(flow_world: Path, trained_flow: Path, tmp_
 
 
 def test_files_get_the_slabs_of_their_volumes(flow_world: Path, trained_flow: Path, tmp_path: Path) -> None:
-    """In the scan's own B-scans and A-scans, in the order of the file: what the decoder says of the store's
-    volume.
-    """
+    """In the scan's own B-scans and A-scans, in file order: what the decoder says of the volume."""
     volumes = flow_volumes_of(flow_world)
     head, store = translation.TRANSLATION.open_head(str(trained_flow), StorageOptions()), volumes.store
     row = int(next(iter(store.index.index[store.index.flipped_d]), store.kept[0]))

@@ -279,9 +279,7 @@ def test_update_ratio_is_what_the_optimizer_did() -> None:
 
 
 def volumes_of(people: int, *, seed: int, scale: float = 1.0, spread: float = 1.0) -> tuple:
-    """(targets [V, P, E], position means [P, E], quarters [V]): three volumes of each participant, who share
-    something; drawn for L1 and squared losses alike.
-    """
+    """(targets [V, P, E], position means [P, E], quarters [V]) of three alike volumes a participant."""
     generator = torch.Generator().manual_seed(seed)
     means = torch.randn(12, 16, generator=generator)
     own = 0.7 * torch.randn(people, 1, 12, 16, generator=generator)

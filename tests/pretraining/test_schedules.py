@@ -14,12 +14,7 @@ import pytest
 import yaml
 
 from pretraining import banner
-from pretraining.progress import (
-    Schedule,
-    ema_momentum,
-    init_weight,
-    learning_rate,
-)
+from pretraining.progress import Schedule, ema_momentum, init_weight, learning_rate
 from tests.support.model_factory import small_config
 from tests.support.pipeline_factory import ROOT
 from utils.config.load import load_config

@@ -19,9 +19,7 @@ class Evil:
 
 
 def forbid_pickle(*, writing: bool = True) -> Callable[[], None]:
-    """Raise where torch.distributed or the standard library is about to read (or write) a pickle; returns
-    what undoes that.
-    """
+    """Raise where torch.distributed or the library reads or writes a pickle; returns what undoes that."""
     places = [(c10d, "_object_to_tensor"), (c10d, "_tensor_to_object"), (c10d, "_unpickler")]
     places += [(pickle, name) for name in ("load", "loads", "Unpickler")]
     if writing:

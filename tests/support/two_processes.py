@@ -62,9 +62,7 @@ def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[s
 
 
 def settled_batch(runtime: Runtime) -> tuple[int, float]:
-    """The per-core batch after the second process alone could not do with more than one volume, and the loss
-    of an update after that.
-    """
+    """The per-core batch after the second process could do with one volume, and the next loss."""
     cfg = small_config("mae", "train.global_batch_size=8", "train.per_core_batch_size=4")
     model = nano_model(cfg)
     run = Run(cfg, None, None, model, build_optimizer(model, cfg), runtime)  # type: ignore[arg-type]

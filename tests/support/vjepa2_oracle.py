@@ -134,12 +134,7 @@ def plain_encode(
 
 
 def plain_predict(
-    weights: dict[str, Tensor],
-    heads: int,
-    plain: Plain,
-    ctx_BKE: Tensor,
-    keep_BK: Tensor,
-    target_BM: Tensor,
+    weights: dict[str, Tensor], heads: int, plain: Plain, ctx_BKE: Tensor, keep_BK: Tensor, target_BM: Tensor
 ) -> Tensor:
     """The predictor by its definition, without sorting."""
     outputs = []

@@ -15,9 +15,7 @@ def count_executed() -> int:
 
 
 def count_kept_programs() -> tuple[int, int]:
-    """Programs that an earlier start has kept, and those that it has not. A CPU cannot load what was kept,
-    and compiles it anew.
-    """
+    """Programs that an earlier start has kept, and those not; a CPU compiles what was kept anew."""
     import torch_xla.debug.metrics as metrics
 
     hits, refused, misses = (

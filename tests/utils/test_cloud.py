@@ -279,9 +279,7 @@ def test_saving_into_a_bucket_needs_one_copy_of_the_state_in_memory(
 def test_a_slow_bucket_does_not_stop_training(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """While the first checkpoint goes up, the newest step takes the place of those that wait; the bests and
-    what is kept for good do not give way.
-    """
+    """While the first checkpoint goes up, the newest step displaces those that wait; bests stay."""
     monkeypatch.setattr(checkpoint, "PATIENCE_S", 0.1)
     is_there, may_go_on = threading.Event(), threading.Event()
 

@@ -93,12 +93,7 @@ def _part(start: int, end: int, content_range: str = "") -> Answer:
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 @pytest.mark.parametrize(
     "bad",
-    [
-        _part(200, 300, "bytes 200-699/1024"),
-        _part(200, 300),
-        _part(0, 500),
-        (206, DATA[200:700], {}),
-    ],
+    [_part(200, 300, "bytes 200-699/1024"), _part(200, 300), _part(0, 500), (206, DATA[200:700], {})],
     ids=["short", "said-to-be-short", "elsewhere", "unsaid"],
 )
 def test_a_range_that_is_not_what_was_asked_is_asked_again(

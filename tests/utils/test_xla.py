@@ -31,11 +31,7 @@ from utils.runtime.single import Runtime
 pytestmark = pytest.mark.xla
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
-    "vjepa2_sigreg_neighbours": (
-        "vjepa2",
-        1,
-        ("method.regulariser=sigreg", "method.neighbour_weight=1"),
-    ),
+    "vjepa2_sigreg_neighbours": ("vjepa2", 1, ("method.regulariser=sigreg", "method.neighbour_weight=1")),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
 }
@@ -214,9 +210,7 @@ leave(75)
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_process_leaves_while_its_device_is_busy(is_read: bool, tmp_path: Path) -> None:
-    """Its normal end waits for the device, which a lost host may keep busy for ever. Logs are written, and
-    output, if anybody still reads it.
-    """
+    """Its normal end waits for the device; logs are written, and output if anybody reads it."""
     argv = [sys.executable, "-W", "ignore", "-c", LEAVING, str(tmp_path / "log")]
     buffered = {**environment(), "PYTHONUNBUFFERED": ""}
     with subprocess.Popen(argv, cwd=ROOT, env=buffered, stdout=subprocess.PIPE, text=True) as process:

@@ -94,9 +94,7 @@ def a_tenth() -> Schedule:
 
 
 def contents(objects: dict[str, bytes]) -> dict[str, str]:
-    """Name -> checksum of what must not depend on faults: all of a store but the report, which has times, and
-    the ledger, to which evaluations add.
-    """
+    """Name -> checksum of all of a store but its report, which has times, and its ledger."""
     others = "prepare_report.json", "ledger.jsonl"
     return {n: hashlib.sha256(b).hexdigest() for n, b in objects.items() if not n.startswith(others)}
 
@@ -135,9 +133,7 @@ def logged_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def plain(
     phantom: Path, servers: dict[str, str], logged_in: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Place:
-    """A run from end to end without faults: two worker processes, a stop, a resume in a new run directory, an
-    evaluation.
-    """
+    """A whole run without faults: two workers, a stop, a resume in a new directory, an evaluation."""
     place = Place("gs", servers["gs"], tmp_path_factory.mktemp("runs"), "plain")
     place.upload(phantom)
     assert place.run(prepare, "--workers", "2", "--audit") == 0

@@ -95,9 +95,7 @@ def test_gradient_through_the_target_alarms(folder: Path, seed: int, monkeypatch
 def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
     folder: Path, control: str, weight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At no validation, although the moving estimate of training may say so; with and without the loss of
-    neighbours.
-    """
+    """At no validation, whatever the moving estimate says; with and without the loss of neighbours."""
     monkeypatch.setattr("pretraining.run.VAL_FRACTION", 0.6)  # a validation that skill can rest on
     words = [f"method.neighbour_weight={weight}", "train.max_steps=120", "train.val_every_steps=40"]
     if control != "frozen_predictor":

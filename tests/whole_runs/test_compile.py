@@ -52,9 +52,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_two_processes_compile(tmp_path: Path) -> None:
-    """The losses and norms of one eager process; each process compiles both branches of each encoder and
-    predictor, once a case.
-    """
+    """Losses and norms of one eager process; each process compiles both branches once a case."""
     out = tmp_path / "compiled.pt"
     run_two([sys.executable, "-m", "tests.support.two_processes", str(out), "compiled"], tmp_path / "process")
     losses, weights = losses_and_weights(Runtime(torch.device("cpu"), use_bf16=False), "vjepa2")

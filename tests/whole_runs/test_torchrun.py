@@ -45,10 +45,7 @@ LIMIT_S = 120.0  # for a start of two processes, on a machine that is busy with 
 TWO = (f"train.max_steps={STEPS}", "train.per_core_batch_size=2")
 ONE_SET = (*TWO, WITH_WANDB)  # whose files are counted
 ONE = (f"train.max_steps={STEPS}",)
-RECIPES = {
-    "vjepa2": (),
-    "mae": ("method.recipe=mae",),
-}  # all of them: tests/utils/test_group.py
+RECIPES = {"vjepa2": (), "mae": ("method.recipe=mae",)}  # all of them: tests/utils/test_group.py
 FILES = {"config.yaml", "log.txt", "metrics.jsonl", "prepare_report.json", "provenance.json", "wandb_id.txt"}
 
 
@@ -151,9 +148,7 @@ def test_two_one_two_processes_over_resumes(
 
 
 def documented_rule(argv: list[str], rank: int | None = None, port: int = 0) -> list[str]:
-    """The restart rule as docs/guides/unattended.md has it, around this command and with short sleeps; with a
-    rank on one of two hosts.
-    """
+    """The restart rule of docs/guides/unattended.md with short sleeps, and a rank on one of two hosts."""
     page = (ROOT / "docs" / "guides" / "unattended.md").read_text()
     (rule,) = re.findall(r"^```\n(until python -m pretraining\.train .*?^done\n)```$", page, re.M | re.S)
     shell = 'argv=("$@")\npython() { "${argv[@]}"; }\nsleep() { command sleep 1; }\n' + rule
@@ -198,9 +193,7 @@ def test_the_documented_rule_restarts_two_hosts_to_their_end_and_leaves_a_finish
 
 
 def test_both_take_the_same_decisions(folder: Path, tmp_path: Path) -> None:
-    """Out of memory on one process halves the batch of both; a NaN of one skips the update of both. Every
-    epoch visits each volume once. Nothing that they exchange is a pickle.
-    """
+    """Out of memory or NaN on one process is both's; an epoch visits each volume once; no pickle."""
     store = tmp_path / "nan_store"
     shutil.copytree(folder / "store", store)
     index = pd.read_parquet(store / "index.parquet")

@@ -70,9 +70,7 @@ def uninterrupted(folder: Path) -> Callable[[int], Path]:
 def test_sigterm_to_everything_of_a_run(
     folder: Path, tmp_path: Path, uninterrupted: Callable[[int], Path]
 ) -> None:
-    """The whole process group is told, as by a scheduler: loader workers and the W&B service too. Before, the
-    same command is refused.
-    """
+    """The whole process group is told, as by a scheduler; before, the same command is refused."""
     run = tmp_path / "sigterm"
     step = random.randrange(1, STEPS - 4)
     running = Running(argv(folder, run, WITH_WANDB), run)

@@ -103,9 +103,7 @@ def changed_config(cfg: Config, overrides: Sequence[str], where: str) -> Config:
 
 
 def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
-    """data.storage_options of a command line, for a file that must be opened before its configuration is
-    known; raises ConfigError.
-    """
+    """data.storage_options of a command line, before its configuration is known; raises ConfigError."""
     try:
         wanted = OmegaConf.select(read_words(overrides), "data.storage_options") or {}
         options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StorageOptions), wanted))

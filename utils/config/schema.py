@@ -373,9 +373,7 @@ class FinetuneConfig:
         "rows without an encoder where it is frozen: what pre-training gained",
     )
     layer_decay: float = key(
-        0.75,
-        "learning rate of a block is this to the power of the number of blocks above it",
-        UP_TO_1,
+        0.75, "learning rate of a block is this to the power of the number of blocks above it", UP_TO_1
     )
     class_weights: Literal["auto", "none"] = key(
         "auto", "auto: every class has the same weight in the loss; segmentation: the root of its rarity"

@@ -124,9 +124,7 @@ def _content(node: yaml.Node, hint: Any, key: str, where: str) -> Any:
 
 
 def _mark_text(node: yaml.Node, hint: Any, key: str, where: str) -> None:
-    """Make every value below that the schema has as text a text; raises ConfigError for a number that is not
-    decimal.
-    """
+    """Make what the schema has as text a text; raises ConfigError for a number that is not decimal."""
     hint = _without_null(hint)
     if isinstance(node, yaml.MappingNode):
         hints = get_type_hints(hint) if is_dataclass(hint) else {}

@@ -36,9 +36,7 @@ class Calendar:
 
     @classmethod
     def of(cls, cfg: Config, num_volumes: int, validation_volumes: int = 0) -> Calendar:
-        """`num_volumes` are trained on, in batches that may span epochs; a validation reads
-        `validation_volumes`.
-        """
+        """Batches of `num_volumes` may span epochs; a validation reads `validation_volumes`."""
         epoch = max(1, round(num_volumes / cfg.train.global_batch_size))
         total = total_steps(cfg, num_volumes)
         rhythm = cfg.train.ckpt_every_epochs * epoch
@@ -56,9 +54,7 @@ class Calendar:
 
     @classmethod
     def of_epochs(cls, cfg: Config, epoch: int) -> Calendar:
-        """Of a trainer that reads every volume once in `epoch` updates, validates after each epoch and has
-        no checkpoints.
-        """
+        """Of a trainer that validates after each epoch of `epoch` updates, and has no checkpoints."""
         total = cfg.train.max_steps
         if total is None:
             assert cfg.train.epochs is not None, "checked with the configuration"

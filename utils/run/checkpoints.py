@@ -58,9 +58,7 @@ class Checkpoints:
             )
 
     def log_need(self, tensors: Any, total_steps: int, bests: int) -> None:
-        """Log what the checkpoints of the run, each of these tensors, take at most; a warning where a disk
-        has less.
-        """
+        """Log what the run's checkpoints of these tensors take at most; a warning where a disk has less."""
         if self.writer is None:
             return
         each = num_bytes(tensors)

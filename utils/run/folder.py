@@ -95,9 +95,7 @@ def shared_settings(cfg: Config) -> dict[str, str]:
 
 
 def require_one_configuration(settings: Sequence[Mapping[str, str]]) -> None:
-    """Raise UserError for the first key in which a process differs from the first one: they would run
-    different programs and wait for each other.
-    """
+    """Raise UserError for the first key of a process that differs from the first one's: they would wait."""
     for rank, own in enumerate(settings):
         for name, value in settings[0].items():
             if own[name] != value:
@@ -146,9 +144,7 @@ def _step_of(line: str) -> int:
 
 
 def refuse_lost_checkpoints(cfg: Config) -> None:
-    """For a run that would begin at step 0: raise UserError where its run directory has steps whose
-    checkpoints are gone.
-    """
+    """Raise UserError where a run would begin at step 0 whose directory has steps, without checkpoints."""
     run_dir = Path(cfg.run.dir)
     steps = [_step_of(line) for line in _lines(_bytes_of(run_dir / METRICS))]
     if max(steps, default=0) < 1:

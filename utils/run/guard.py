@@ -29,9 +29,7 @@ Loop = Callable[[Runtime, ExitStack], int]
 
 @contextmanager
 def open_engine(cfg: Config) -> Iterator[Runtime]:
-    """The engine of a training, with its watchdog, log and signals; what ends the training inside is logged,
-    and the other processes hear of it.
-    """
+    """A training's engine, with watchdog, log and signals; other processes hear of what ends it inside."""
     with ExitStack() as outer:
         watchdog = outer.enter_context(Watchdog(patience.STALL_S))
         refuse_idle_tpu()

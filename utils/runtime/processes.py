@@ -101,9 +101,7 @@ class Group:
         return [value]
 
     def share(self, items: np.ndarray) -> np.ndarray:
-        """This process's part of what all have: item i belongs to rank i % size, and the last item fills the
-        parts up to one length.
-        """
+        """This process's part: item i belongs to rank i % size; the last item fills up to one length."""
         filled = np.concatenate([items, np.repeat(items[-1:], -len(items) % self.size, axis=0)])
         return filled[self.rank :: self.size]
 
@@ -320,9 +318,7 @@ def encode(value: Any) -> tuple[bytes, list[Tensor]]:
 
 
 def decode(data: bytes, sender: str) -> tuple[Any, list[Tensor]]:
-    """The value, its tuples as lists, and its tensors, which are still to be filled; raises UserError for
-    what is no message.
-    """
+    """The value, tuples as lists, tensors still to be filled; raises UserError for what is no message."""
     tensors: list[Tensor] = []
     try:
         return _of_form(json.loads(data), tensors), tensors

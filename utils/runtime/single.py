@@ -91,9 +91,7 @@ class Runtime:
         return platform.processor() or platform.machine()
 
     def peak_memory_bytes(self) -> int | None:
-        """The most memory that this process has held so far: on the device, on a CPU resident in all. None
-        where the device does not tell.
-        """
+        """The most memory held so far, on the device or resident; None where the device does not tell."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         unit = 1 if sys.platform == "darwin" else 1024
@@ -178,9 +176,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def catch_signals(self) -> None:
-        """Let SIGTERM and Ctrl-C (SIGINT) ask for a checkpoint and a clean end instead of killing the
-        process; a second Ctrl-C leaves at once.
-        """
+        """Let SIGTERM and Ctrl-C ask for a checkpoint and a clean end; a second Ctrl-C leaves at once."""
 
         def stop(signum: int, _frame: FrameType | None) -> None:
             if signum == signal.SIGINT:
@@ -205,9 +201,7 @@ class Runtime:
             raise StopRequested
 
     def until_stopped(self, phase: str, items: Iterable[_T]) -> Iterator[_T]:
-        """The items; raises StopRequested before any of them. Every process goes to the end of its items,
-        of which another may have more.
-        """
+        """The items, all that this process has; raises StopRequested before any of them."""
         iterator = iter(items)
         while True:
             self.watchdog.beat(phase)

@@ -34,7 +34,7 @@ from utils.storage.chunks import Chunks as Chunks
 from utils.storage.errors import StorageAwayError as StorageAwayError
 from utils.storage.errors import StorageError as StorageError  # named again: a part of this room's surface
 from utils.storage.errors import StorageNotFoundError as StorageNotFoundError
-from utils.storage.errors import has_login, missing_bucket, named_errors, redact, split_scheme
+from utils.storage.errors import has_login, is_absent, missing_bucket, named_errors, redact, split_scheme
 from utils.storage.local_writes import PARTIAL_SUFFIX as PARTIAL_SUFFIX
 from utils.storage.local_writes import (
     link_once,
@@ -105,7 +105,9 @@ def exists(url: str, options: StorageOptions | None = None) -> bool:
     with _client_of(url, options) as (fs, path):
         try:
             fs.info(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if not is_absent(error):
+                raise
             return False
         return True
 
@@ -238,7 +240,9 @@ def list_names(url: str, options: StorageOptions | None = None) -> list[str]:
     with _client_of(url, options) as (fs, path):
         try:
             children = os.listdir(path) if not is_remote(url) else fs.ls(path, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if not is_absent(error):
+                raise
             return []
         names = {posixpath.basename(c.rstrip("/")) for c in children if c.rstrip("/") != path.rstrip("/")}
         return sorted(n for n in names if n and not n.endswith(PARTIAL_SUFFIX))
@@ -280,9 +284,9 @@ def _walk(root: str) -> dict[str, int]:
         try:
             info = os.stat(folder)
             entries = list(os.scandir(folder))
-        except (FileNotFoundError, NotADirectoryError):
-            continue
         except OSError as error:
+            if is_absent(error):
+                continue
             if error.errno not in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
                 raise
             is_long = error.errno == errno.ENAMETOOLONG

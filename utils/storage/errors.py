@@ -210,6 +210,11 @@ def _bucket(url: str) -> str:
     return split_scheme(url)[1].partition("/")[0]
 
 
+def is_absent(error: OSError) -> bool:
+    """Whether an error says that nothing is at a path; a link to itself is nothing."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError) or error.errno == errno.ELOOP
+
+
 def storage_error(url: str, error: BaseException) -> StorageError:
     """A client's error as one line: what is wrong and what to do."""
     scheme = split_scheme(url)[0]
@@ -219,6 +224,8 @@ def storage_error(url: str, error: BaseException) -> StorageError:
         return StorageNotFoundError(
             url, f"not found; check the path{bucket}, and data.gcs_root or data.store"
         )
+    if isinstance(error, OSError) and error.errno == errno.ELOOP:
+        return StorageNotFoundError(url, "expected a file, found a link to itself; take it away, or its row")
     if isinstance(error, IsADirectoryError):
         return StorageError(url, "expected a file, found a folder")
     if isinstance(error, FileExistsError):

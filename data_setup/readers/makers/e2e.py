@@ -67,9 +67,7 @@ def patient_id(file: IO[bytes], url: str, part: str | None) -> str:
 
 
 def surfaces(file: IO[bytes], url: str, part: str | None) -> Surfaces | None:
-    """The boundaries that HEYEX drew, in the order of the frames, by eyepy's names; None without one. Raises
-    OCTReadError.
-    """
+    """HEYEX's boundaries, in the order of the frames, by eyepy's names, or None. Raises OCTReadError."""
     series = _chosen(_series(file, url), part, url)
     slices = [series.slices[key] for key in sorted(series.slices)]
     with parsing(url, "the boundaries of each B-scan"):

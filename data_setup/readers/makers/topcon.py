@@ -66,9 +66,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar, kind: str) -> Iterator[Any
 
 
 def stored_frames(file: IO[bytes], url: str, wanted: Container[int] | None = None) -> Iterator[np.ndarray]:
-    """The values as stored, [H, W] in file order: uint8 of an FDA, uint16 of an FDS; raises OCTReadError.
-    `wanted`: numbers of the B-scans to decode, from 0; None: all.
-    """
+    """The values as stored, [H, W], of the `wanted` B-scans from 0, None: all; raises OCTReadError."""
     with reading(url, RejectReason.CORRUPT_FILE, "the chunks of a Topcon file"):
         voxels = _voxels(file, _chunks(file, url), url)
     every = range(voxels.shape[0]) if wanted is None else wanted

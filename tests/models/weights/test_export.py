@@ -120,10 +120,7 @@ def test_hugging_face_reads_the_export(tmp_path: Path, recipe: str) -> None:
         (["model.rope=interleaved"], "its rotary form is tiled, found interleaved"),
         (["spatial.image_size=[8,32,40]"], r"its grid is square in H and W, found image_size \[8, 32, 40\]"),
         (["spatial.patch_size=[4,8,16]"], r"its patches are square in H and W, found \[4, 8, 16\]"),
-        (
-            METHODS,
-            "its positions are rotary, found a learned table",
-        ),
+        (METHODS, "its positions are rotary, found a learned table"),
         (
             ["model.feature_blocks=[1,3]"],
             r"its features are the last block's, found model.feature_blocks \[1",

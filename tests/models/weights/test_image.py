@@ -123,9 +123,7 @@ def test_tokens_of_another_size_get_the_resized_patches(tmp_path: Path, token: t
 
 
 def test_positions_go_by_id_and_the_prefix_sees_all(tmp_path: Path) -> None:
-    """With all ids in another order the tokens are those of all; what is left out changes nothing else than
-    by being away; rotary positions tell the places along D apart.
-    """
+    """Ids in another order give all tokens; what is left out is away only; rotary tells D apart."""
     image_folder(tmp_path, "dinov2_with_registers")
     _, model = started(tmp_path)
     encoder = model.encoder
@@ -260,9 +258,7 @@ def test_an_image_model_of_another_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_from_an_image_model_goes_on_where_it_stopped(pipeline: Path, tmp_path: Path) -> None:
-    """Its model is built for the tensors of its checkpoint, with the folder and without it; what the
-    checkpoint holds is the run's that was not interrupted, and finetuning reads it.
-    """
+    """Its model is built with and without the folder; a resumed run is the unbroken one's."""
     folder = tmp_path / "vit"
     image_folder(folder, "dinov2_with_registers")
     words = [f"method.init_from={folder}", "train.max_steps=4", "train.ckpt_every_steps=2"]

@@ -128,9 +128,7 @@ def test_the_program_gives_the_features_of_the_loop(folder: Path, portable: Port
 @pytest.mark.parametrize("mode", ["spacing", "resize"])
 @pytest.mark.parametrize("planes", [NEAREST, BLENDED])
 def test_the_grid_is_that_of_prepare(mode: Literal["spacing", "resize"], planes: str) -> None:
-    """The same grey values but for rounding at a half, and the same voxels inside the scan; the last volumes
-    have few B-scans, and planes that are these.
-    """
+    """The same grey values but for rounding, and voxels inside; the last have few B-scans as planes."""
     spatial = config().spatial
     preprocess = Preprocess(spatial.image_size, spatial.target_spacing, mode, spatial.patch_size, planes)
     module = PortableEncoder(build_encoder(config()), preprocess)

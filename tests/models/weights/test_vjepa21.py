@@ -138,9 +138,7 @@ def test_a_file_gives_the_features_of_its_definition(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_from_it(tmp_path: Path) -> None:
-    """method.init_from: the features of the same gray as RGB video, every plane twice as long; the predictor
-    is this project's and random.
-    """
+    """method.init_from: features of gray as RGB video, planes twice as long; the predictor is random."""
     path = saved(tmp_path / "vitb.pt")
     torch.manual_seed(0)
     model = VJEPA3D(config(INTERPOLATED))

@@ -50,10 +50,7 @@ def test_a_tpu_that_is_not_there(ready: Pod, change: dict, words: list[str], mes
 
 def test_no_gcloud(ready: Pod) -> None:
     done = ready.launch("status", gcloud=False)
-    assert (done.returncode, done.stderr) == (
-        1,
-        "error: gcloud: not on PATH; install the Google Cloud CLI\n",
-    )
+    assert (done.returncode, done.stderr) == (1, "error: gcloud: not on PATH; install the Google Cloud CLI\n")
 
 
 def test_check_names_every_fault_of_every_worker_and_nothing_starts(pod: Pod) -> None:

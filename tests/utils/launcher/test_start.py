@@ -32,7 +32,7 @@ def test_start_refuse_status_stop_and_start_again(pod: Pod) -> None:
         wait_for(lambda worker=worker: pod.log_text(worker).endswith("resuming\n"))
         assert is_running(pid)
         assert (pod.home(worker) / "argv").read_text().splitlines() == [
-            *("TPU, 2 hosts", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES),
+            *("TPU, 2 hosts", "-m", "pretraining.train", "--config", CONFIG, *OVERRIDES)
         ]
     status = launch(pod, "status")
     assert status.returncode == 0

@@ -22,9 +22,7 @@ _OF_VISITS = re.compile(
 def compare_labels(
     url: str, table: tuple[list[str], dict[int, list[str]]], entries: Sequence[Entry]
 ) -> list[str]:
-    """Lines about the table at `url`, as `read_cells` gives it; raises UserError where none of its ids is one
-    of the entries'.
-    """
+    """Lines about a table, as `read_cells` gives it; raises UserError where no id is one of the entries'."""
     people = {entry.person_id for entry in entries if entry.is_row}
     known = {name for e in entries if e.is_row for name in (e.person_id, e.path, e.sop_instance_uid) if name}
     header, rows = table

@@ -133,9 +133,7 @@ def read_volume(url: str, options: StorageOptions | None = None) -> OCTVolume:
 
 
 def read_header(file: BoundedFile, url: str, record: Record | None = None) -> OCTHeader:
-    """The header of an open file, without a pixel; faults of single compressed frames need `open_volume`.
-    Raises OCTReadError.
-    """
+    """The header of an open file; faults of compressed frames need `open_volume`. Raises OCTReadError."""
     header, layout = _header(read_dataset(file, _VOLUME_TAGS, url), file, url, record)
     with named_faults(url, RejectReason.NOT_DICOM, "a pixel data element"):
         check_element(file, layout, url)

@@ -70,9 +70,7 @@ def read_heights(url: str, device: str, options: StorageOptions | None = None) -
 
 
 def read_stated_heights(url: str, options: StorageOptions | None = None) -> HeightMap:
-    """The surfaces of a file with FloatPixelPaddingValue, as they stand in it; raises OCTReadError,
-    StorageError.
-    """
+    """The surfaces of a file with FloatPixelPaddingValue, as in it; raises OCTReadError, StorageError."""
     stored = _read(url, None, options)
     if stored.padding is None or len(stored.names) != len(stored.values):
         expected = f"FloatPixelPaddingValue, and a label for each of {len(stored.values)} surfaces"

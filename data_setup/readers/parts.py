@@ -55,9 +55,7 @@ _PLACES = (
 
 
 def check_whole(ds: Dataset, url: str) -> tuple[tuple[float, ...] | None, ...]:
-    """Each frame's index along the dimension that is its place, () without one. Raises not_a_volume,
-    header_mismatch.
-    """
+    """Each frame's index along its place's dimension, or (). Raises not_a_volume, header_mismatch."""
     _check_items(ds, url)
     for actual in _signs(ds):
         raise OCTReadError(url, RejectReason.NOT_A_VOLUME, "parallel B-scans of one whole volume", actual)

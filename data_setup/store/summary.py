@@ -84,9 +84,7 @@ def identical_volumes(index: pd.DataFrame) -> list[dict[int, str]]:
 
 
 def require_apart(url: str, index: pd.DataFrame, lines: Mapping[str, int] | None = None) -> None:
-    """Raise UserError when a volume of `identical_volumes` is in two splits; `lines`: path -> line of the
-    manifest.
-    """
+    """Raise UserError for one of `identical_volumes` in two splits; `lines`: path -> manifest line."""
     leaks = [rows for rows in identical_volumes(index) if len(set(rows.values())) > 1]
     if leaks:
         raise UserError(

@@ -235,9 +235,7 @@ def run_jobs(
 
 
 def internal_error(path: str, error: BaseException) -> str:
-    """The kind and place of an error that nobody expected, without its text, which may quote the file; its
-    places go to stderr.
-    """
+    """Kind and place of an unexpected error, without its text, which may quote the file; trace to stderr."""
     if error.__traceback__ is None:  # the error of another process has its traceback as text
         places = re.findall(r'^  File "(.*)", line (\d+), in (.*)$', str(error.__cause__), re.MULTILINE)
     else:

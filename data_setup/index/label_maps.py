@@ -270,9 +270,7 @@ def with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> E
 
 
 def layers_in(url: str, kind: str, spacing_mm: Triple | None, options: StorageOptions) -> Surfaces | None:
-    """The layers in a file of a kind, in the order of its frames; None without any. Raises OCTReadError,
-    StorageError.
-    """
+    """The layers in a file, in the order of its frames, None without. Raises OCTReadError, StorageError."""
     if kind not in kinds.LAYERED:
         return None
     with open_file(kinds.split_part(url)[0], options) as file:

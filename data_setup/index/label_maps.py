@@ -51,19 +51,15 @@ _PACKED_IMAGE, _PACKED, _PLAIN = 0.1, 0.3, 0.2
 _AXES = {"NumPy": "D, H, W", "MATLAB": "H, W, D"}  # where nothing says it, to compare neighbours
 # Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
-_PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 16, 2, 0.95, 0.45
+_PEAKS, _FEW_PEAKS, _NEAR, _CORE, _NEAR_SHARE, _CORE_SHARE = 8, 4, 16, 2, 0.95, 0.45
 # Of neighbours; of a scan's voxels half are equal at most, but nearly all after a median filter
 _SAME_SHARE, _MOST_CLASSES = 0.9, 64
 # Without a name: classes of an exact map (a dark scan keeps 15 levels after a median filter). JPEG and soft
 # maps have up to four peaks, a fifth of the scale apart. Their middles hold .92 or more of a mask, .81 of a
 # scan, and .96 of one with 10 times the contrast, where neighbours differ much
-_FEW_CLASSES, _SAME_SHARE_UNNAMED, _APART, _STEP = 12, 0.94, 48, 16
-_SHARES = (
-    (0.965, 0.35, 1.0),
-    (0.95, 0.88, 1.0),
-    (0.92, 0.6, 0.02),
-)  # of all, of all but the background; most jumps
-_LEAST = 5e-4  # of all voxels are no background
+_FEW_CLASSES, _SAME_SHARE_UNNAMED, _APART, _STEP = 12, 0.94, 47, 16
+# Of all voxels, of all but the background, and most jumps; the least that are no background
+_SHARES, _LEAST = ((0.965, 0.35, 1.0), (0.95, 0.88, 1.0), (0.92, 0.6, 0.02)), 5e-4
 EXACT, BLURRED = "exact", "blurred"
 _ENDING = re.compile(r"(\.nii\.gz|\.ome\.tiff?|\.[^./]+)$", re.IGNORECASE)
 FOLDER = "surfaces"
@@ -189,50 +185,45 @@ def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
             return EXACT if error.reason in by_content or by_place else None
     except StorageError:
         return None
-    levels, same = np.count_nonzero(counts), num_same / max(1, num_pairs)
+    levels, same, jumps = np.flatnonzero(counts), *(n / max(1, num_pairs) for n in (num_same, num_jumps))
     if is_named:
-        if levels < FEWEST_PLAIN_LEVELS or (levels <= _MOST_CLASSES and same > _SAME_SHARE):
-            return EXACT
-        return BLURRED if _are_peaks(counts) else None
-    if same > _SAME_SHARE_UNNAMED and _are_classes(np.flatnonzero(counts)):
-        return EXACT
-    return BLURRED if _are_far_peaks(counts, num_jumps / max(1, num_pairs)) else None
+        is_exact = len(levels) < FEWEST_PLAIN_LEVELS or (len(levels) <= _MOST_CLASSES and same > _SAME_SHARE)
+    else:  # 0, 1, 2 ... or their multiples, a few left out, which a clipped scan has not
+        num_steps = levels.max() / np.gcd.reduce(levels)
+        is_exact = len(levels) <= _FEW_CLASSES and (len(levels) < 5 or len(levels) > num_steps / 3)
+        is_exact = is_exact and same > _SAME_SHARE_UNNAMED
+    return EXACT if is_exact else BLURRED if _are_peaks(counts, jumps, is_named) else None
 
 
-def _are_peaks(counts: np.ndarray) -> bool:
-    """Whether voxels [256] by grey level are a few classes, with the rings of JPEG around them."""
-    rest = counts.copy()
-    near, core = [], []
-    for _ in range(_PEAKS):
-        top = int(rest.argmax())
-        core.append(int(rest[max(0, top - _CORE) : top + _CORE + 1].sum()))
-        around = slice(max(0, top - _NEAR), top + _NEAR + 1)
-        near.append(int(rest[around].sum()))
-        rest[around] = 0
-    beside = counts.sum() - near[0]
-    return bool(sum(near) >= _NEAR_SHARE * counts.sum() and sum(core[1:]) >= _CORE_SHARE * beside)
-
-
-def _are_classes(levels: np.ndarray) -> bool:
-    """Whether grey levels are 0, 1, 2 ... or their multiples, a few left out: no clipped scan's."""
-    num_steps = levels.max() / np.gcd.reduce(levels)
-    return len(levels) <= _FEW_CLASSES and (len(levels) < 5 or len(levels) > num_steps / 3)
-
-
-def _are_far_peaks(counts: np.ndarray, jumps: float) -> bool:
-    """The same of what no name calls labels, by `_SHARES`; `jumps`: share of neighbours that differ much."""
-    rest, core = counts.copy(), [0, 0]  # the background's, and those of the others
-    for nth in range(4):
-        top = int(rest.argmax())
-        core[min(nth, 1)] += int(rest[max(0, top - _CORE) : top + _CORE + 1].sum())
-        rest[max(0, top - _APART + 1) : top + _APART] = 0
-        if nth == 1 and np.count_nonzero(counts) < FEWEST_PLAIN_LEVELS and rest.any():
-            return False  # no rings of JPEG, so a scan of few levels
-    beside = counts.sum() - core[0]
-    return core[1] >= _LEAST * counts.sum() and any(
-        sum(core) >= of_all * counts.sum() and core[1] >= of_rest * beside and jumps <= most
+def _are_peaks(counts: np.ndarray, jumps: float, is_named: bool) -> bool:
+    """Whether voxels [256] by grey level are a few classes, with the rings of JPEG or soft edges around them;
+    `jumps`: share of neighbours that differ much.
+    """
+    total = counts.sum()
+    near, core = _peaks(counts, _PEAKS, _NEAR)
+    if is_named and sum(near) >= _NEAR_SHARE * total and sum(core[1:]) >= _CORE_SHARE * (total - near[0]):
+        return True
+    near, (background, *others) = _peaks(counts, _FEW_PEAKS, _APART)
+    if np.count_nonzero(counts) < FEWEST_PLAIN_LEVELS and sum(near[:2]) < total:
+        return False  # no rings: a scan of few levels
+    return sum(others) >= _LEAST * total and any(
+        background + sum(others) >= of_all * total
+        and sum(others) >= of_rest * (total - background)
+        and jumps <= most
         for of_all, of_rest, most in _SHARES
     )
+
+
+def _peaks(counts: np.ndarray, most: int, apart: int) -> tuple[list[int], list[int]]:
+    """Voxels around each of the highest peaks, and in its middle."""
+    rest, near, core = counts.copy(), [], []
+    for _ in range(most):
+        top = int(rest.argmax())
+        core.append(int(rest[max(0, top - _CORE) : top + _CORE + 1].sum()))
+        around = slice(max(0, top - apart), top + apart + 1)
+        near.append(int(rest[around].sum()))
+        rest[around] = 0
+    return near, core
 
 
 def _key(entry: Entry, is_scan: bool = False, is_loose: bool = False) -> str:
@@ -279,9 +270,7 @@ def with_layers(root: str, out: str, entry: Entry, options: StorageOptions) -> E
 
 
 def layers_in(url: str, kind: str, spacing_mm: Triple | None, options: StorageOptions) -> Surfaces | None:
-    """The layers in a file of a kind, in the order of its frames; None without any. Raises OCTReadError,
-    StorageError.
-    """
+    """The layers in a file, in the order of its frames, None without. Raises OCTReadError, StorageError."""
     if kind not in kinds.LAYERED:
         return None
     with open_file(kinds.split_part(url)[0], options) as file:

@@ -22,9 +22,7 @@ _OF_VISITS = re.compile(
 def compare_labels(
     url: str, table: tuple[list[str], dict[int, list[str]]], entries: Sequence[Entry]
 ) -> list[str]:
-    """Lines about the table at `url`, as `read_cells` gives it; raises UserError where none of its ids is one
-    of the entries'.
-    """
+    """Lines about a table, as `read_cells` gives it; raises UserError where no id is one of the entries'."""
     people = {entry.person_id for entry in entries if entry.is_row}
     known = {name for e in entries if e.is_row for name in (e.person_id, e.path, e.sop_instance_uid) if name}
     header, rows = table
@@ -45,11 +43,9 @@ def compare_labels(
             advice += "; its ids are those of the headers: give --keep-ids"
         problem = f"{url}: {advice}, found in {column}: {', '.join(named) or 'none'}{more}"
         rule = "; an id from a path has _ for blanks, commas and hyphens: write the same in the table"
-        rule = rule if any(" (near " in text for text in named) else ""
-        sheet = (
-            "; of an Excel file the first sheet is read" if url.lower().endswith((".xlsx", ".xls")) else ""
-        )
-        raise UserError(problem + rule + sheet)
+        rule *= any(" (near " in text for text in named)
+        rule += "; of an Excel file the first sheet is read" * url.lower().endswith((".xlsx", ".xls"))
+        raise UserError(problem + rule)
     lines = [f"labels      {url}: {len(here)} of {len(ids)} ids of column {column} are in the tree"]
     lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
     if strangers:

@@ -75,10 +75,8 @@ def _row(volume: Entry | None, files: Sequence[Entry]) -> dict[str, str]:
     for entry in cubes[:1]:
         frames, height, width = map(str, _octa(entry).shape)
         row |= {"flow_cube_number_of_frames": frames, "flow_cube_height": height, "flow_cube_width": width}
-        row |= {
-            "flow_cube_sop_instance_uid": _octa(entry).sop_instance_uid,
-            "flow_cube_file_path": entry.path,
-        }
+        row["flow_cube_sop_instance_uid"] = _octa(entry).sop_instance_uid
+        row["flow_cube_file_path"] = entry.path
     images = _images(files)
     for number, entry in enumerate(images, start=1):
         slab = slab_of(_octa(entry).image_type) or OTHER  # a header's own words may name somebody

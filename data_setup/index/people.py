@@ -140,16 +140,12 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
                 neighbours["/".join(folders[:place])].add(name)
         if not by_folder and (match := _CHANNEL.fullmatch(_stem(last))) and int(match[2]) < 100:
             stems["/".join([*folders, match[1]])].add(match[2])
-    ids = {
-        name for names in neighbours.values() if 2 * sum(map(_is_date, names)) < len(names) for name in names
-    }
+    ids = {n for names in neighbours.values() if 2 * sum(map(_is_date, names)) < len(names) for n in names}
     several = {stem for stem, some in stems.items() if "0000" in some and len(some) <= _MOST_CHANNELS}
     channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_without_ending(p))) and m[1] in several}
     people = [person_of_path(path, by_folder, ids, channels) for path, by_folder in paths]
     short = {person for person, _ in people if re.fullmatch(r"\d{6}", person)}
-    dates = (
-        short if all(_is_date(f"20{one}") or _is_date(f"{one[:4]}20{one[4:]}") for one in short) else set()
-    )
+    dates = short if all(_is_date(f"20{d}") or _is_date(f"{d[:4]}20{d[4:]}") for d in short) else set()
     places: dict[str, set[str]] = defaultdict(set)
     times: dict[str, set[int]] = defaultdict(set)
     above: dict[int, tuple[str, str]] = {}
@@ -174,9 +170,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     recur = {word for word, folders in places.items() if len(folders) > 1}
     recur -= {word for word, some in times.items() if len(some) < 2 or not some <= _TIME_POINTS}
     if len(recur) <= len(set().union(*places.values())):
-        people = [
-            above[n] if n in above and _word_of(one[0]) in recur else one for n, one in enumerate(people)
-        ]
+        people = [above[n] if n in above and _word_of(p[0]) in recur else p for n, p in enumerate(people)]
     return people
 
 
@@ -317,9 +311,7 @@ def side_of_path(path: str) -> str | None:
 
 
 def _stem(name: str) -> str:
-    """The name without an ending of letters: `eye.nii.gz` -> eye; a UID keeps its numbers, and O.D.tif the
-    eye.
-    """
+    """The name without an ending of letters: eye.nii.gz -> eye; a UID keeps its numbers, O.D.tif the eye."""
     return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{2,5})?\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}$", "", name)
 
 

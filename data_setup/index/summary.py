@@ -49,9 +49,7 @@ def summarise(
     plug: Plug | None,
     labels: Sequence[str] = (),
 ) -> list[str]:
-    """The lines of the summary; `octa`: those of octa.tsv; `labels`: those of --labels; `plug`: of the public
-    set that it is.
-    """
+    """The lines of the summary; `octa`, `labels`: of octa.tsv and --labels; `plug`: the set that it is."""
     rows = [entry for entry in entries if entry.is_row]
     lines = [
         f"{root}: {_count(len(rows), 'volume')} of {_count(len({e.person_id for e in rows}), 'person')}",
@@ -116,9 +114,8 @@ def _people(rows: Sequence[Entry], written: Written) -> list[str]:
     if not written.dealt:
         people = {entry.person_id for entry in rows}
         splits = written.splits if any(written.splits.values()) else seeded_split(dict.fromkeys(people), 0)
-        lines += [
-            f"  {line}" for line in shortfalls((e.person_id, splits.get(e.person_id, "")) for e in rows)
-        ]
+        few = shortfalls((e.person_id, splits.get(e.person_id, "")) for e in rows)
+        lines += [f"  {line}" for line in few]
     return lines
 
 
@@ -133,9 +130,8 @@ def _doubts(rows: Sequence[Entry]) -> list[str]:
         in_folder.setdefault(posixpath.dirname(entry.path) or ".", set()).add(entry.person_id)
         in_folder.setdefault(posixpath.join(entry.place, entry.path_name), set()).add(entry.person_id)
         if entry.person_source == "header":
-            tops.setdefault(entry.person_id, set()).add(
-                entry.path.partition("/")[0] if "/" in entry.path else "."
-            )
+            top = entry.path.partition("/")[0] if "/" in entry.path else "."
+            tops.setdefault(entry.person_id, set()).add(top)
             spellings.setdefault(entry.id_key, set()).add(entry.person_id)
     lines = []
     if some := _several(in_folder, "of"):

@@ -220,9 +220,7 @@ def table(report: Mapping[str, Any]) -> str:
         if not part["kept"]:
             rows[-1] += [NONE] * 3
             continue
-        um = [
-            " x ".join(f"{1000 * mm:.3g}" for mm in part[f"spacing_{when}"]) for when in ("before", "after")
-        ]
+        um = [" x ".join(f"{1e3 * mm:.3g}" for mm in part[f"spacing_{when}"]) for when in ("before", "after")]
         rows[-1] += [f"{part['valid_fraction']:.2f}", f"{part['lost_fraction']:.2f}", " -> ".join(um)]
         if part["valid_fraction"] < LOW_VALID_FRACTION:
             warnings.append(

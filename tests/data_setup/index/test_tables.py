@@ -394,7 +394,11 @@ def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(
             write_nifti(root / folder / f"{name}.nii", speckle(4, 12, 16), SPACING)
     index(root)
     people = len(table(root / "participants.tsv", "person_id"))
-    lines = [x for x in capsys.readouterr().out.splitlines() if "the paths can be read in" in x]
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if "the paths can be read in" in line]
+    assert ("1 names are in several folders, each taken for one person: 001 in DME" in text) == (
+        "DME" in paths
+    )
     ways = re.findall(r"(\d+) people(?: by --person ('[^']+'))?(?:, as it is)?(?:;|$)", "".join(lines))
     assert " ".join(number for number, _ in ways or [(str(people), "")]) == counts
     for nth, (number, way) in enumerate(ways):
@@ -552,18 +556,6 @@ def test_the_limit_of_a_split_that_stays_is_the_one_of_the_page() -> None:
             moves[count] += any(final[person] != side for person, side in split.items())
     assert moves[49] == 200
     assert moves[50] < 0.02 * 200
-
-
-def test_one_name_in_several_folders_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for group in ("AMD", "Control"):
-        for subject in (1, 2):
-            write_images(tmp_path / group / f"subject {subject}" / "OD", speckle(), first=1)
-    index(tmp_path)
-    text = capsys.readouterr().out
-    assert "4 volumes of 2 people" in text
-    assert "2 names are in several folders, each taken for one person: subject_1 in AMD and Control" in text
-    index(tmp_path, "--out", str(tmp_path / "out"), "--person", "^([^/]+/[^/]+)/")
-    assert len(table(tmp_path / "out" / "participants.tsv", "person_id")) == 4
 
 
 def test_rows_of_eyes_label_the_volumes_of_their_eye(tmp_path: Path) -> None:

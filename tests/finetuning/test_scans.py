@@ -633,15 +633,13 @@ def test_files_of_an_interleaved_scan_are_in_the_order_of_its_frames(
 
 
 def interleaved(path: Path, other: Path) -> list[int]:
-    """A copy with the even frames first, whose numbers say nothing of it; the order."""
+    """A copy with the even frames first; the order."""
     scan = pydicom.dcmread(path)
     pixels = scan.pixel_array
     order = [*range(0, len(pixels), 2), *range(1, len(pixels), 2)]
     groups = [scan.PerFrameFunctionalGroupsSequence[frame] for frame in order]
     scan.PixelData = pixels[order].tobytes()
     scan.PerFrameFunctionalGroupsSequence = groups
-    for number, group in enumerate(groups, start=1):
-        group.FrameContentSequence[0].InStackPositionNumber = number
     other.parent.mkdir()
     scan.save_as(other)
     return order

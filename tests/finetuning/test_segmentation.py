@@ -531,7 +531,7 @@ def test_what_does_not_fit_is_refused(flow_world: Path, trained_flow: Path, tmp_
         config(flow_world, "task.names=[deep]")
     with pytest.raises(ConfigError, match=r"task\.names: expected None as in training"):
         evaluate(translation.TRANSLATION, str(trained_flow), [f"run.dir={tmp_path}", "task.names=[deep]"])
-    words = ["--checkpoint", str(trained_flow), "--out", str(tmp_path), "--dicom", "scan.dcm"]
+    words = ["--checkpoint", str(trained_flow), "--out", str(tmp_path), "--dicom", str(tmp_path)]
     with pytest.raises(UserError, match="a head of layers with --format heightmap, found one of translation"):
         predict_command.main([*words, "--format", "heightmap"])
 

@@ -267,12 +267,12 @@ def test_every_marker_has_a_make_target() -> None:
 # that says why.
 LINES = {
     "data_setup": 16_510,
-    "models": 5_500,
+    "models": 5_499,
     "pretraining": 2_456,
-    "finetuning": 13_567,
+    "finetuning": 13_565,
     "utils": 8_741,
     "benchmarks": 4_644,
-    "tests": 43_658,
+    "tests": 43_649,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

@@ -269,7 +269,7 @@ LINES = {
     "data_setup": 16_510,
     "models": 5_499,
     "pretraining": 2_456,
-    "finetuning": 13_565,
+    "finetuning": 13_566,
     "utils": 8_741,
     "benchmarks": 4_644,
     "tests": 43_649,

@@ -157,9 +157,7 @@ def crossed(cfg: Config, volumes: Self, seen: Collection[str]) -> list[Self]:
 
 
 def _choosing(people: Sequence[str], has: Mapping[str, Collection[str]], names: Sequence[str]) -> set[str]:
-    """Who chooses the best epoch: for each name somebody who has it, then whoever is next; but nobody without
-    whom a name has nobody to train on.
-    """
+    """Who chooses the best epoch: of each name somebody, then the next; nobody needed for training."""
     chosen: list[str] = []
 
     def is_spare(person: str) -> bool:

@@ -42,7 +42,7 @@ from data_setup.resample import rule_of
 from data_setup.store.format import INDEX_COLUMNS, KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import source
-from finetuning.embedding.scans import Places, find_scans
+from finetuning.embedding.scans import Places, find_scans, is_of
 from finetuning.embedding.stream import Fault, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import FileVolumes, Reject, StoreVolumes, Volume, Volumes
 from finetuning.features.kept import pretrained_encoder, weights_digest
@@ -162,7 +162,7 @@ class Folder:
         return [
             row
             for row, version, content in zip(rows, versions, kept, strict=True)
-            if content is None or content[1] != version or content[0].mean is None
+            if content is None or not is_of(content[1], version) or content[0].mean is None
         ]
 
     def _read(self, row: int) -> tuple[Embedded, str] | None:

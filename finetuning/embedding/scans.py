@@ -225,7 +225,12 @@ def version_of(record: Record, options: StorageOptions) -> str:
         source, digest = source_stat(record, options), source_digest(record, options)
     except (storage.StorageError, OCTReadError):
         return ""
-    return values_digest([record.url, source.size, source.etag_or_mtime, *filter(None, [digest])])
+    return ".".join([values_digest([record.url, source.size, source.etag_or_mtime]), digest]).strip(".")
+
+
+def is_of(written: str, version: str | None) -> bool:
+    """Whether a line or row is of this version of its source; those of before know no digest of its ends."""
+    return version is not None and written in (version, version.partition(".")[0])
 
 
 def is_special(url: str) -> bool:

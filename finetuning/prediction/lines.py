@@ -30,7 +30,7 @@ from data_setup.index.visit import visit_date_of
 from data_setup.protocols import OTHER_RASTERS_MM, PROTOCOLS
 from data_setup.store.format import KEPT
 from data_setup.store.summary import LOW_VALID_FRACTION
-from finetuning.embedding.scans import Scan
+from finetuning.embedding.scans import Scan, is_of
 from finetuning.heads.confidence import FAR_PERCENTILE
 from utils import storage
 from utils.config.schema import StorageOptions
@@ -102,7 +102,7 @@ class Lines:
             and all(line.get(name) == common.get(name) for name in SAME)
             and line.get("schema_version", 2) == common["schema_version"]  # the first ones lack it
             and line["version"]
-            and line["version"] == versions.get(line["path"])
+            and is_of(line["version"], versions.get(line["path"]))
             and has_files(line)
         }
         self.others = [x for x in earlier if x["path"] not in versions or x.get("format") != form]

@@ -76,9 +76,7 @@ class DenseProgram(nn.Module):
 
 
 def head_program(wanted: str, encoder_url: str | None = None) -> HeadProgram:
-    """Of a head's file or its run's folder, whose encoder may have moved to `encoder_url`; raises
-    CheckpointError as opening a head does.
-    """
+    """Of a head's file or run, with its encoder at `encoder_url`; raises CheckpointError as opening it."""
     kind = head_kind(wanted)
     if kind in KINDS:
         return _of_dense(KINDS[kind].open_head(wanted, StorageOptions(), encoder_url), encoder_url)

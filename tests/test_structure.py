@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_510,
+    "data_setup": 16_680,
     "models": 5_500,
     "pretraining": 2_456,
     "finetuning": 13_567,
     "utils": 8_741,
     "benchmarks": 4_644,
-    "tests": 43_658,
+    "tests": 43_790,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

@@ -197,7 +197,7 @@ def test_without_a_peak_there_is_no_share_of_it() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # a training of each stage, and torch's compiler
 def test_the_whole_command_at_sizes_for_a_cpu(tmp_path: Path) -> None:
-    code = cli.main(["--tiny", "--minutes", "90", "--out", str(tmp_path)])  # the shares hold on a slow one
+    code = cli.main(["--tiny", "--minutes", "90", "--out", str(tmp_path)])  # a share holds on a slow CPU
     stages = json.loads((tmp_path / "results.json").read_text())["stages"]
     assert code == 0, {name: values["status"] for name, values in stages.items()}
     assert list(stages) == list(cli.SECONDS)

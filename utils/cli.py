@@ -112,7 +112,7 @@ def require_folder(option: str, *places: str | None) -> None:
             raise UserError(f"{option}: expected a folder, found ''")
         if place is None or "://" in place:
             continue
-        there = Path(place).expanduser().absolute()
+        there = Path(os.path.expanduser(place)).absolute()  # of an unknown ~name: as it is
         while not os.path.lexists(there):
             there = there.parent
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):

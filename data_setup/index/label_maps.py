@@ -73,7 +73,9 @@ def with_label_maps(
     files: dict[str, list[str]] = {}
     for path in filter(is_image, sizes):
         files.setdefault(posixpath.dirname(path), []).append(path)
-    looked_at = in_threads(lambda e: _may_be_labels(root, e, files, sizes, options), entries)
+    looked_at = in_threads(
+        lambda e: _may_be_labels(root, e, files.get(e.path, [e.path]), sizes, options), entries
+    )
     looks = {e.path: _look(root, e, options) for e, is_it in zip(entries, looked_at, strict=True) if is_it}
     maps = {path for path, look in looks.items() if look is not None}
     scans: dict[str, list[Entry]] = {}
@@ -134,11 +136,7 @@ def _words(name: str) -> list[str]:
 
 
 def _may_be_labels(
-    root: str,
-    entry: Entry,
-    files: Mapping[str, list[str]],
-    sizes: Mapping[str, int],
-    options: StorageOptions,
+    root: str, entry: Entry, paths: Sequence[str], sizes: Mapping[str, int], options: StorageOptions
 ) -> bool:
     """By the name, else by the size or by a piece from the middle of the file, or of the middle image."""
     if entry.kind not in _KINDS or entry.status in (RejectReason.MISSING_FILE.value, LABEL_MAP):
@@ -147,10 +145,8 @@ def _may_be_labels(
         return entry.kind != "DICOM" or entry.is_row  # a name without an ending may be anything
     if entry.kind == "DICOM" or not entry.is_row:
         return False
-    paths = files.get(entry.path, [entry.path]) if entry.kind == IMAGES else [entry.path]
-    size = sum(sizes.get(path, 0) for path in paths)
-    packed = _PACKED_IMAGE if entry.kind == IMAGES else _PACKED
-    if size < max(_SMALL, packed * np.prod(entry.shape or (0,))):
+    packed = (_PACKED_IMAGE if entry.kind == IMAGES else _PACKED) * np.prod(entry.shape or (0,))
+    if sum(sizes[path] for path in paths) < max(_SMALL, packed):
         return True
     middle = paths[len(paths) // 2]
     start = max(0, sizes[middle] // 2 - _PIECE // 2)

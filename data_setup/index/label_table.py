@@ -50,11 +50,9 @@ def compare_labels(
     lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
     if strangers:
         lines.append(f"  warning: {len(strangers)} are not: {', '.join(named)}{more}")
-    if by_person := people & set(here):
-        without = sorted(people - by_person)
-        if without:
-            some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
-            lines.append(f"  {len(without)} people of the tree have no line: {some}")
+    if people & set(here) and (without := sorted(people - set(here))):
+        some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
+        lines.append(f"  {len(without)} people of the tree have no line: {some}")
     return lines + [f"  warning: {text}" for text in _doubts(header, rows, column)]
 
 

@@ -8,7 +8,8 @@ Standard: DICOM PS3.3 A.52 (Ophthalmic Tomography Image IOD) and PS3.5.
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import PurePosixPath
@@ -17,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 import pydicom
 from pydicom.dataset import Dataset
+from pydicom.sequence import Sequence as Items
 
 from data_setup.manifest import Record
 from data_setup.protocols import BY_NAME, DEVICES, device_of_path, protocol_of_path, protocol_of_text
@@ -356,18 +358,20 @@ def _slope_of(item: Dataset | None) -> tuple[float, float] | None:
 
 def laterality_of(ds: Dataset, url: str) -> str | None:
     """L or R as the header says it, else as the name of the file ends; None where neither does. Raises
-    OCTReadError header_mismatch for a header that names both, or what is no eye.
+    OCTReadError header_mismatch for a header that names both, or an eye and something else.
     """
     stated: dict[str, str] = {}
     for value, where in _sides(ds):
-        if (text := str(value or "").strip().lower()) not in _NO_SIDE:
-            side = SIDES.get(text, "both eyes" if text in _BOTH else "another value")
-            stated.setdefault(side, where)
-    if len(stated) > 1 or set(stated) - {"L", "R"}:
+        text = str(value or "").strip().lower()
+        if text not in _NO_SIDE:
+            word = text.replace(".", "").removesuffix(" eye")
+            stated.setdefault(SIDES.get(word, "both eyes" if text in _BOTH else "another value"), where)
+    if len(stated) > 1 or "both eyes" in stated:
         texts = [f"{side} ({where})" for side, where in stated.items()]
         expected = "one eye, R or L, in the whole header"
         raise OCTReadError(url, RejectReason.HEADER_MISMATCH, expected, " and ".join(texts))
     in_name = re.search(r"_([lr])_[0-9.]+\.dcm$", PurePosixPath(url).name)
+    stated.pop("another value", None)
     return next(iter(stated), in_name[1].upper() if in_name else None)
 
 
@@ -380,9 +384,17 @@ def _sides(ds: Dataset) -> Iterator[tuple[Any, str]]:
     for where, item in places:
         yield from ((item.get(name), name + where) for name in _SIDES)
         for sequence, of_codes in _REGIONS.items():
-            for region in item.get(sequence) or []:
+            for region in _items(item, sequence):
                 yield _side_of(region), sequence + where
-                yield from ((_side_of(code), of_codes + where) for code in region.get(of_codes) or [])
+                yield from ((_side_of(code), of_codes + where) for code in _items(region, of_codes))
+
+
+def _items(ds: Dataset, name: str) -> Sequence[Dataset]:
+    """Those of a sequence; none where something else is written in its place."""
+    with suppress(OSError, EOFError):  # bytes that are no items
+        value = ds.get(name)
+        return value if isinstance(value, Items) else []
+    return []
 
 
 def _side_of(code: Dataset) -> str | None:

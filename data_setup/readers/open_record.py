@@ -265,14 +265,14 @@ def _sources(record: Record, options: StorageOptions | None) -> list[str]:
 
 def source_digest(record: Record, options: StorageOptions | None = None) -> str:
     """Of both ends of a record's files on a disk, where another one of equal size and time may take the place
-    of one; "" in a bucket, which has versions. Raises StorageError.
+    of one; "" in a bucket, which has versions. What cannot be read is left out: the reader names it.
     """
     if storage.is_remote(record.url):
         return ""
     urls, digest = _sources(record, options), hashlib.blake2b(digest_size=16)
     count = max(_ENDS // len(urls), _LEAST_ENDS)
     for url in urls:
-        with suppress(StorageNotFoundError):
+        with suppress(storage.StorageError):
             size = storage.stat(url, options).size
             digest.update(read_range(url, 0, count, options))
             digest.update(read_range(url, max(0, size - count), size, options))

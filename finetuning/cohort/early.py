@@ -36,9 +36,9 @@ def wanted_checkpoint(path: str | Path, overrides: Sequence[str]) -> str:
     return str(wanted)
 
 
-def check_task(config: str, overrides: Sequence[str]) -> None:
+def check_task(config: str, overrides: Sequence[str], is_training: bool = True) -> None:
     """Raise UserError for a task without its checkpoint, and for what check_table refuses."""
-    check_table(config, overrides)
+    check_table(config, overrides, is_training)
     if is_task_file(config):
         require_there("model.checkpoint", wanted_checkpoint(config, overrides))
 
@@ -54,10 +54,10 @@ def parse_config_or_head(
             add_arguments(parser)
 
     asked = parse_words(command, description, argv, add_all, needs_config=False)
-    if (asked.config is None) == (asked.head is None):
-        number = "neither" if asked.head is None else "both"
+    if bool(asked.config) == bool(asked.head):
+        number = "both" if asked.config else "neither"
         raise UserError(f"--config, --head: expected one of them, found {number}")
     require_there("--head", asked.head)
     if asked.config:
-        check_task(asked.config, asked.overrides)
+        check_task(asked.config, asked.overrides, is_training=False)
     return asked

@@ -140,13 +140,13 @@ def _id_columns(task: TaskConfig) -> tuple[str, ...]:
     return (task.id_column,) if task.id_column else usual
 
 
-def check_table(config: str, overrides: Sequence[str]) -> None:
-    """Raise UserError for a table without a column, or a run that can be no folder: before torch."""
+def check_table(config: str, overrides: Sequence[str], is_training: bool = False) -> None:
+    """Raise UserError for a table without a column, or a folder that cannot be written: before torch."""
     written = OmegaConf.merge(read_file(config), read_words(overrides))
     content = OmegaConf.to_container(written, resolve=False)
     assert isinstance(content, dict)
     given = {name: part for name, part in content.items() if isinstance(part, dict)}
-    for section, name in (("run", "dir"), ("train", "ckpt_dir")):
+    for section, name in (("run", "dir"), ("train", "ckpt_dir"))[: 1 + is_training]:
         if isinstance(place := given.get(section, {}).get(name), str) and "$" not in place:
             require_folder(f"{section}.{name}", place)
     known = {field.name for field in fields(TaskConfig)}

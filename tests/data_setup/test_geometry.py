@@ -293,6 +293,12 @@ TO_LEFT = [[a, d, c, b] for a, b, c, d in LINES]
         (at("root", ImageLaterality="B"), MISMATCH, "found both eyes (ImageLaterality)"),
         (at(f"half {ANATOMY}", FrameLaterality="U"), MISMATCH, "and another value (FrameLaterality"),
         (at(f"half {ANATOMY}", FrameLaterality="UNKNOWN"), None, ""),
+        (at("root", ImageLaterality="U"), None, ""),  # the only one, and no eye
+        (
+            lambda ds: ds.add_new("AnatomicRegionSequence", "LO", "Retina"),
+            None,
+            "",
+        ),  # text where a sequence belongs
         (at("root", **region("7771000")), MISMATCH, "and L (AnatomicRegionMod"),
         (at("root", **region("X", "left")), MISMATCH, "and L (AnatomicRegionMod"),
         (at("root", **region("24028007")), None, ""),

@@ -159,7 +159,11 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
         run_cli(lambda: main(["--head", f"{run}/checkpoints/best_probe.pt"]))
     assert stop.value.code == 2
     assert "expected the file of a head" in capsys.readouterr().err
-    for words, number in (([], "neither"), (["--head", run, "--config", "x.yaml"], "both")):
+    for words, number in (
+        ([], "neither"),
+        (["--config", ""], "neither"),
+        (["--head", run, "--config", "x.yaml"], "both"),
+    ):
         with pytest.raises(UserError, match=f"--config, --head: expected one of them, found {number}"):
             main(words)
     main(["--head", run])

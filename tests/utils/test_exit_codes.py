@@ -26,7 +26,7 @@ from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
 from tests.support.process_factory import environment
 from utils.checkpoint import CheckpointError, LastWriteError
-from utils.cli import run_cli
+from utils.cli import require_folder, run_cli
 from utils.errors import EXIT_STOPPED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError, TransientError, UserError
 from utils.log import log_to_file, setup_logging
 from utils.runtime.processes import LostPeer
@@ -231,6 +231,8 @@ def test_places_that_cannot_be_are_refused_before_torch_is_imported(
         what = "one without" if out.startswith("closed") else f"none at {tmp_path / out.partition('/')[0]}"
         with pytest.raises(UserError, match=f"{out}: expected a folder that can be written, found {what}"):
             EARLY[command](str(tmp_path / out), str(scan))
+    require_folder("--out", "~nobody.has.this.name/out")  # as the shell takes it
+    check_task(PROBE, ["model.checkpoint=.", f"train.ckpt_dir={scan}"], is_training=False)  # what evaluates
     if command == "predict":
         with pytest.raises(UserError, match="--fovea: expected centre, "):
             predict.main(["--checkpoint=.", "--fovea=middle", f"--out={tmp_path}", "--files", str(scan)])

@@ -66,7 +66,9 @@ def test_laterality_of_the_frames(tmp_path: Path) -> None:
     assert read_header(write_opt(tmp_path, speckle(), edit=move)).laterality == "L"
 
 
-@pytest.mark.parametrize(("word", "side"), [("OD", "R"), ("OS", "L"), ("NONE", None)])
+@pytest.mark.parametrize(
+    ("word", "side"), [("OD", "R"), ("OS", "L"), ("RIGHT EYE", "R"), ("NONE", None), ("U", None)]
+)
 def test_words_for_the_side_in_a_header(tmp_path: Path, word: str, side: str | None) -> None:
     def write(ds: FileDataset) -> None:
         ds.ImageLaterality = word

@@ -14,7 +14,7 @@ from pydicom.uid import JPEG2000Lossless
 from tifffile import TiffFile
 
 from data_setup.readers.faults import RejectReason
-from data_setup.readers.open_record import peek_record, source_stat
+from data_setup.readers.open_record import peek_record, source_digest, source_stat
 from tests.data_setup.dicom.reading import assign
 from tests.data_setup.importers.reading import DOWN, SPACING, read, record, refused, reject
 from tests.support.dicom_factory import rows_down, speckle, write_opt
@@ -323,6 +323,9 @@ def test_the_nearest_yaml_counts_key_by_key(tmp_path: Path) -> None:
     write_yaml(tmp_path / "a" / "eye.yaml", d_order="unknown")
     header, _ = read(tiff, path="a/eye.tif")
     assert (header.laterality, header.orientation_source) == ("R", "unknown")
+    digest = source_digest(record(folder, path="a/b/eye"))
+    (folder / "@eaDir").mkdir()  # of a network drive
+    assert source_digest(record(folder, path="a/b/eye")) == digest
     before = source_stat(record(folder, path="a/b/eye"))
     write_yaml(tmp_path / "volume.yaml", spacing_mm=[0.15, 0.003, 0.02], d_order=DOWN)
     assert source_stat(record(folder, path="a/b/eye")) != before

@@ -177,7 +177,7 @@ def state_of(job: Job, written: dict[str, Any] | None, rebase: bool = False) -> 
     version = fields.get("source_version", written["source_version"])
     if (written["source_size"], version) != (source.size, source.etag_or_mtime):
         return TO_DO
-    if digest and written.get("source_digest", digest) != digest:
+    if digest and (written.get("source_digest") or digest) != digest:
         return TO_DO
     if not fields.items() <= written.items():
         job.writer.rows.write(job.row, written | fields)

@@ -112,10 +112,15 @@ def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_p
     assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 1
     row = store / "rows" / "000000.json"
     written = json.loads(row.read_text())
-    row.write_text(json.dumps({name: v for name, v in written.items() if name != "source_digest"}))
-    main(arguments(own_tree, store))  # a row of before has no digest: it counts, and gets one
-    assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
-    assert json.loads(row.read_text()) == written
+    older = {name: v for name, v in written.items() if name != "source_digest"}
+    for without in (
+        older,
+        older | {"source_digest": ""},
+    ):  # of before, and of a bucket: it counts, and gets one
+        row.write_text(json.dumps(without))
+        main(arguments(own_tree, store))
+        assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
+        assert json.loads(row.read_text()) == written
 
 
 def test_an_older_store_is_gone_on_with_by_its_own_rule(

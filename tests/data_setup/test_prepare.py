@@ -130,7 +130,7 @@ def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_p
     row = store / "rows" / "000000.json"
     written = json.loads(row.read_text())
     row.write_text(json.dumps({name: v for name, v in written.items() if name != "source_digest"}))
-    main(arguments(own_tree, store))  # a row of before has no digest: it counts, and gets one
+    main(arguments(own_tree, store))  # an older row has no digest: it counts, and gets one
     assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0
     assert json.loads(row.read_text()) == written
 

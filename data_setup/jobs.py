@@ -171,7 +171,7 @@ def state_of(job: Job, written: dict[str, Any] | None, rebase: bool = False) -> 
         return SOURCE_MISSING
     except storage.StorageError:
         return TO_DO  # prepare_row meets the same error and counts it, for this row alone
-    fields = _identity(job) | ({"source_digest": digest} if digest else {})  # rows of before have none
+    fields = _identity(job) | ({"source_digest": digest} if digest else {})  # older rows have none
     if rebase and written["source_url"] != fields["source_url"]:
         fields["source_version"] = source.etag_or_mtime
     version = fields.get("source_version", written["source_version"])

@@ -229,7 +229,7 @@ def version_of(record: Record, options: StorageOptions) -> str:
 
 
 def is_of(written: str, version: str | None) -> bool:
-    """Whether a line or row is of this version of its source; those of before know no digest of its ends."""
+    """Whether a line or row is of this version of its source; older ones know no digest of its ends."""
     return version is not None and written in (version, version.partition(".")[0])
 
 

@@ -113,10 +113,7 @@ def test_a_rerun_reuses_and_a_changed_source_is_read_again(own_tree: Path, tmp_p
     row = store / "rows" / "000000.json"
     written = json.loads(row.read_text())
     older = {name: v for name, v in written.items() if name != "source_digest"}
-    for without in (
-        older,
-        older | {"source_digest": ""},
-    ):  # of before, and of a bucket: it counts, and gets one
+    for without in (older, older | {"source_digest": ""}):  # "": of a bucket; it counts, and gets one
         row.write_text(json.dumps(without))
         main(arguments(own_tree, store))
         assert json.loads((store / "prepare_report.json").read_text())["run"]["prepared"] == 0

@@ -75,6 +75,9 @@ _SIDES_ABROAD = {
 }
 
 
+_Names = list[tuple[str, list[str]]]  # a name of a path, and the folders above it
+
+
 def compile_pattern(text: str) -> re.Pattern[str]:
     """--person: a regular expression with one group; raises UserError."""
     try:
@@ -109,13 +112,12 @@ def person_of_path(
     are names here; `channels`: files whose last number is a channel.
     """
     names = _parts(path, by_folder, channels)
-    uids = [(above, name) for name, above in names if _UID.fullmatch(name)]
-    accepted = list(islice(_accepted(names, by_folder and not uids, ids), 1))
-    if accepted and not (uids and by_folder and accepted[0][1] == path.rpartition("/")[0]):
+    study = _study(names)
+    accepted = list(islice(_accepted(names, by_folder and not study, ids), 1))
+    if accepted and not (study and by_folder and accepted[0][1] == path.rpartition("/")[0]):
         return accepted[0]
-    if uids:  # better than the file's name; above a series is its study
-        above, name = min(uids, key=lambda uid: len(uid[0]))
-        return name.replace(".", "_"), "/".join(above)
+    if study:  # better than the file's name
+        return study
     for name, above in names:  # visit_1, OD_1: better a number than all in one; better a date than an eye
         if numbers := [w for w in _words(name) if _SHORT.fullmatch(w) or _TIME.fullmatch(w) or _is_date(w)]:
             return "_".join(numbers), "/".join(above)
@@ -129,7 +131,8 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
     are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
-    Nor are months and weeks (M0, M6, M12), and the one word that all files have.
+    Nor are months and weeks (M0, M6, M12), the one word that all files have, and a word or a year right above
+    several UIDs: Glaucoma and Topcon are none, Anna may be one.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
     stems: dict[str, set[str]] = defaultdict(set)
@@ -171,7 +174,28 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     recur -= {word for word, some in times.items() if len(some) < 2 or not some <= _TIME_POINTS}
     if len(recur) <= len(set().union(*places.values())):
         people = [above[n] if n in above and _word_of(p[0]) in recur else p for n, p in enumerate(people)]
-    return people
+    studies = [_study(_parts(path, by_folder, channels)) for path, by_folder in paths]
+    below: dict[str, set[str]] = defaultdict(set)  # folder of no number -> the UIDs right below it
+    for (person, place), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
+        if folder and place == folder.rpartition("/")[0] and re.fullmatch(r"\D+|(19|20)\d\d", person):
+            below[folder].add(uid)
+    several = {folder for folder, uids in below.items() if len(uids) > 1}
+    return [s if s and s[1] in several else p for p, s in zip(people, studies, strict=True)]
+
+
+def _study(names: _Names) -> tuple[str, str] | None:
+    """(person, folder) of the UID nearest to the root, which is a study's where a series is below it."""
+    uids = [(name.replace(".", "_"), "/".join(above)) for name, above in names if _UID.fullmatch(name)]
+    return min(uids, key=lambda uid: len(uid[1]), default=None)
+
+
+def _is_uid(person: str) -> bool:
+    return bool(_UID.fullmatch(person.replace("_", ".")))
+
+
+def is_study_of(folder: str, person: str) -> bool:
+    """Whether a person has the name of a study, and its folder perhaps the person's: Anna/1.2.8.1."""
+    return _is_uid(person) and not all(map(_MANY.fullmatch, _names(PurePosixPath(folder).name)))
 
 
 def _word_of(person: str) -> str:
@@ -205,22 +229,23 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
             ways.setdefault(_grouping(names), (pattern, names))
     own = ways.pop(_grouping(people), ("", []))[0]
     number = re.compile(r".*\d.*")
-    is_numbered = _share(number, people) >= 0.5
-    best: dict[bool, tuple[str, int]] = {}  # whether the folder parts the same names
+    is_numbered = _share(number, [one for one in people if not _is_uid(one)] or [""]) >= 0.5
+    best: dict[tuple[bool, bool], tuple[str, int]] = {}  # whether the folder parts the same names; numbers
     for pattern, names in ways.values():
         lasts, count, of_folder = [n.rpartition("/")[2] for n in names], len(set(names)), pattern[0] == "^"
         is_parted = _grouping(lasts) == _grouping(people)
         is_one = is_parted or len(set(people)) == 1  # so each file may be a person
         has_number = _share(number, names) >= 0.5 and (of_folder or "/" not in names[0])
+        key = is_parted, has_number and not is_parted
         if (
             1 < count < len(names) + is_one
             and (is_parted or has_number or (of_folder and not is_numbered))
             and all(_names(last) or _UID.fullmatch(last) for last in set(lasts))
             and not any(_side(word) for last in set(lasts) for word in _words(last))
             and _share(_MANY, lasts) < 0.5
-            and count > best.get(is_parted, ("", 0))[1]
+            and count > best.get(key, ("", 0))[1]
         ):
-            best[is_parted] = pattern, count
+            best[key] = pattern, count
     ways_else = sorted(best.items(), reverse=True)[: 1 if is_numbered else 2]
     return [(own, len(set(people))), *(way for _, way in ways_else)]
 
@@ -234,9 +259,6 @@ def _grouping(names: Sequence[str]) -> tuple[int, ...]:
     """The same for two lists that put the same items together."""
     first: dict[str, int] = {}
     return tuple(first.setdefault(name, len(first)) for name in names)
-
-
-_Names = list[tuple[str, list[str]]]  # a name of a path, and the folders above it
 
 
 def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:

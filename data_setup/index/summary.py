@@ -8,6 +8,7 @@ from glob import glob
 
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
+from data_setup.index.people import is_study_of
 from data_setup.index.sets.facts import Plug
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
@@ -128,7 +129,9 @@ def _doubts(rows: Sequence[Entry]) -> list[str]:
     for entry in rows:
         scans.setdefault(entry.sop_instance_uid or entry.path, {}).setdefault(entry.person_id, entry.path)
         in_folder.setdefault(posixpath.dirname(entry.path) or ".", set()).add(entry.person_id)
-        in_folder.setdefault(posixpath.join(entry.place, entry.path_name), set()).add(entry.person_id)
+        is_study = entry.person_source == "path" and is_study_of(entry.place, entry.person_id)
+        place = entry.place if is_study else posixpath.join(entry.place, entry.path_name)
+        in_folder.setdefault(place, set()).add(entry.person_id)
         if entry.person_source == "header":
             top = entry.path.partition("/")[0] if "/" in entry.path else "."
             tops.setdefault(entry.person_id, set()).add(top)

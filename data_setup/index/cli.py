@@ -140,9 +140,11 @@ def _show_readings(rows: Sequence[Entry]) -> None:
             f"as in {len(nobody)} of {len(of_path)} paths; put each person's files into a folder of that "
             f"name, or say where it is: {better}"
         )
-    if len(texts) > 1:
+    if len(texts) > 1 and 2 * len(of_path) >= len(rows):
         number = {2: "two", 3: "three"}[len(texts)]
-        say(f"people      the paths can be read in {number} ways: {'; or '.join(texts)}")
+        others = {entry.person_id for entry in rows} - {entry.person_id for entry in of_path}
+        also = f"; --person replaces {len(others)} ids of headers too" * bool(others)
+        say(f"people      the paths can be read in {number} ways: {'; or '.join(texts)}{also}")
 
 
 def _check_places(tree: Tree, out: str) -> None:

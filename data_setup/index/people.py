@@ -176,8 +176,8 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
         people = [above[n] if n in above and _word_of(p[0]) in recur else p for n, p in enumerate(people)]
     studies = [_study(_parts(path, by_folder, channels)) for path, by_folder in paths]
     below: dict[str, set[str]] = defaultdict(set)  # folder of no number -> the UIDs right below it
-    for (person, place), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
-        if folder and place == folder.rpartition("/")[0] and re.fullmatch(r"\D+|(19|20)\d\d", person):
+    for (person, top), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
+        if folder and top == folder.rpartition("/")[0] and re.fullmatch(r"\D+|(19|20)\d\d", person):
             below[folder].add(uid)
     several = {folder for folder, uids in below.items() if len(uids) > 1}
     return [s if s and s[1] in several else p for p, s in zip(people, studies, strict=True)]
@@ -229,7 +229,7 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
             ways.setdefault(_grouping(names), (pattern, names))
     own = ways.pop(_grouping(people), ("", []))[0]
     number = re.compile(r".*\d.*")
-    is_numbered = _share(number, [one for one in people if not _is_uid(one)] or [""]) >= 0.5
+    is_numbered = not any(map(_is_uid, people)) and _share(number, people) >= 0.5
     best: dict[tuple[bool, bool], tuple[str, int]] = {}  # whether the folder parts the same names; numbers
     for pattern, names in ways.values():
         lasts, count, of_folder = [n.rpartition("/")[2] for n in names], len(set(names)), pattern[0] == "^"

@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import re
+import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "
 NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null"}
 
 Row = dict[str, str]  # of a table, by column
+_BETWEEN = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")  # two letters or digits
 _SEP_LINE = re.compile(r"sep=([,;\t])", re.IGNORECASE)  # what Excel writes above a table, for itself
 MOST_TITLE = 20  # lines above a header
 
@@ -80,6 +82,22 @@ def label_of(value: str | None) -> str | None:
     """A class or a group: an empty cell is missing, and so are NO_VALUE; `none` is a class."""
     text = (value or "").strip()
     return None if text.lower() in NO_VALUE else text
+
+
+def number_of(text: str) -> float | None:
+    """A finite number; None for any other text, also for 1_000, which Python would read."""
+    try:
+        number = float(text.replace("_", "x"))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def spelling_of(label: str) -> str:
+    """The same for classes that differ in case, blanks, hyphens or the way of writing a number."""
+    folded = _BETWEEN.sub(" ", unicodedata.normalize("NFKC", label).casefold())
+    number = number_of(folded)
+    return folded if number is None else f"{number:g}"
 
 
 def fact_of(value: str | None) -> str | None:

@@ -417,6 +417,18 @@ def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(
         assert len(table(tmp_path / str(nth) / "participants.tsv", "person_id")) == int(number)
 
 
+@pytest.mark.parametrize(("num_ids", "words"), [(1, "; --person replaces 1 ids of headers too"), (3, "")])
+def test_ids_of_headers_are_not_replaced_unsaid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_ids: int, words: str
+) -> None:
+    for n, folder in enumerate(("Meier", "Meier", "Schulz", "Schulz")):
+        edit = maker(f"MRN{n}" if n < num_ids else "", "L")
+        write_opt(tmp_path / folder, speckle(4, 12, 16), name=f"1.2.8.{n}.dcm", edit=edit)
+    index(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "the paths can be read in" in line]
+    assert [line.endswith(words) for line in lines] == [True] * bool(words)
+
+
 def test_nobody_is_an_eye(tmp_path: Path) -> None:
     for name in ("OD", "OS", "V1", "Horizontal"):
         write_nifti(tmp_path / name / "L.nii", speckle(4, 12, 16), SPACING)
@@ -487,6 +499,16 @@ def test_ids_of_a_label_table_are_compared_at_once(
             "Grade is 'a' in line 2 and 'b' in line 4: both of one id: correct one, or give each eye",
         ),
         ("1,a 2,b 3,b", ""),
+        ("1,1 2,0 1,1.0", "Grade is '1' in line 2 and '1.0' in line 4: write one class one way"),
+        *(
+            (f"Patient,{name} 1,a 2,b 1,b", f"{name} is 'a' in line 2 and 'b' in line 4: both of one id")
+            for name in ("dr_stage", "hemorrhage", "leakage")
+        ),
+        *((f"Patient,{name} 1,a 2,b 1,b", "") for name in ("age", "VisitDate", "scan_id", "filepath")),
+        (
+            "Patient,visit,iop,country 1,1,14,DE 1,2,15,DE 2,1,14,DE",
+            "  no labels by Patient: country (one value in every line); iop (several values an id)",
+        ),
     ],
 )
 def test_classes_that_nothing_can_be_learned_from_are_said(
@@ -495,12 +517,13 @@ def test_classes_that_nothing_can_be_learned_from_are_said(
     for person in "123":
         write_nifti(tmp_path / "tree" / person / "OD.nii", speckle(4, 12, 16), SPACING)
     table_of = tmp_path / "l.csv"
-    table_of.write_text("\n".join(["Patient,Grade", *lines.split()]))
+    header, *cells = lines.split() if lines[0] == "P" else ["Patient,Grade", *lines.split()]
+    table_of.write_text("\n".join([header, *cells]))
     index(tmp_path / "tree", "--labels", str(table_of))
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: Grade" in line]
+    warnings = re.findall("  warning: .* in .*line.*|.*no labels by.*", capsys.readouterr().out)
     assert [words in line for line in warnings] == [True] * bool(words), warnings
-    eyes = [f"{line},{'OD' if n < 2 else 'OS'}" for n, line in enumerate(lines.split())]
-    table_of.write_text("\n".join(["Patient,Grade,eye", *eyes]))
+    eyes = [f"{line},{'OD' if n < 2 else 'OS'}" for n, line in enumerate(cells)]
+    table_of.write_text("\n".join([f"{header},eye", *eyes]))
     index(tmp_path / "tree", "--labels", str(table_of))
     assert ("of one id" in capsys.readouterr().out) is False
 

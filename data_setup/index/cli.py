@@ -114,10 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         entries = with_label_maps(root, tree.sizes, entries, options)
         _show_readings([entry for entry in entries if entry.is_row])
     labels = compare_labels(args.labels, label_table, entries) if label_table else []
-    has_classes = plug is not None and any(entry.label_volume for entry in entries)
-    classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
+    has_classes = any(entry.label_volume for entry in entries)
     there = {*tree.sizes, *(str(folder) for path in tree.sizes for folder in PurePosixPath(path).parents)}
-    named = classes if plug else None
+    named = (plug.classes_of_voxels(tree) if has_classes else {}) if plug else None
     written = write_tables(out, entries, options, named, there, args.forget_missing)
     octa_lines = write_octa(out, entries, octa, options)
     octa_lines = [*octa_lines, *localizers(root, entries, options)]

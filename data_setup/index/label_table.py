@@ -69,14 +69,11 @@ def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column:
     keys = [header.index(id_column), *(n for n, name in enumerate(header) if name.lower() in SIDE_COLUMNS)]
     id_of = {line: tuple(row[key].strip().lower() for key in keys) for line, row in rows.items()}
     of_visits = [n for n, name in enumerate(header) if any(map(_OF_VISITS.fullmatch, _WORD.findall(name)))]
-    has_visits = any(
-        len({(i, rows[n][place]) for n, i in id_of.items()}) > len({*id_of.values()})
-        for place in of_visits
-        if place not in keys
-    )
-    has_several = (
-        has_visits or keys[0] in of_visits or len({*id_of.values()}) > len({one[0] for one in id_of.values()})
-    )
+    ids = {*id_of.values()}
+    apart = [
+        n for n in of_visits if n not in keys and len({(i, rows[k][n]) for k, i in id_of.items()}) > len(ids)
+    ]
+    has_several = bool(apart) or keys[0] in of_visits or len(ids) > len({one[0] for one in ids})
     lines, single, varying = [], [], []
     for place, name in enumerate(header):
         cells = [(line, label) for line, row in rows.items() if (label := label_of(row[place]))]
@@ -94,7 +91,7 @@ def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column:
             before = of_one.setdefault(id_of[line], (line, label))
             if spelling_of(before[1]) != spelling and place not in of_visits:
                 pairs.setdefault(_CORRECT, (before, (line, label)))
-        if has_visits and _CORRECT in pairs:
+        if apart and _CORRECT in pairs:
             varying.append(name)
             del pairs[_CORRECT]
         if count == 1 and has_several:

@@ -189,13 +189,10 @@ def _study(names: _Names) -> tuple[str, str] | None:
     return min(uids, key=lambda uid: len(uid[1]), default=None)
 
 
-def _is_uid(person: str) -> bool:
-    return bool(_UID.fullmatch(person.replace("_", ".")))
-
-
 def is_study_of(folder: str, person: str) -> bool:
     """Whether a person has the name of a study, and its folder perhaps the person's: Anna/1.2.8.1."""
-    return _is_uid(person) and not all(map(_MANY.fullmatch, _names(PurePosixPath(folder).name)))
+    is_person = not all(map(_MANY.fullmatch, _names(PurePosixPath(folder).name)))
+    return is_person and _UID.fullmatch(person.replace("_", ".")) is not None
 
 
 def _word_of(person: str) -> str:
@@ -229,7 +226,9 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
             ways.setdefault(_grouping(names), (pattern, names))
     own = ways.pop(_grouping(people), ("", []))[0]
     number = re.compile(r".*\d.*")
-    is_numbered = not any(map(_is_uid, people)) and _share(number, people) >= 0.5
+    is_numbered = (
+        not any(_UID.fullmatch(p.replace("_", ".")) for p in people) and _share(number, people) >= 0.5
+    )
     best: dict[tuple[bool, bool], tuple[str, int]] = {}  # whether the folder parts the same names; numbers
     for pattern, names in ways.values():
         lasts, count, of_folder = [n.rpartition("/")[2] for n in names], len(set(names)), pattern[0] == "^"

@@ -131,9 +131,8 @@ def spacing_of(value: str | None, where: str) -> tuple[float, float, float] | No
     except ValueError:
         d = h = w = math.nan
     if not all(0 < length < math.inf for length in (d, h, w)):
-        raise UserError(
-            f"{where}: spacing_mm: expected three lengths in mm above 0, D, H, W, found {value!r}"
-        )
+        expected = "expected three lengths in mm above 0, D, H, W"
+        raise UserError(f"{where}: spacing_mm: {expected}, found {value!r}")
     return d, h, w
 
 
@@ -165,9 +164,8 @@ def read_cells(
     """
     ending = url.lower().rpartition(".")[2]
     readers = {"parquet": _parquet_cells, "xlsx": _excel_cells, "xls": _excel_cells}
-    header, rows = (
-        readers[ending](url, options) if ending in readers else _text_cells(url, options, id_columns)
-    )
+    read = readers.get(ending)
+    header, rows = read(url, options) if read else _text_cells(url, options, id_columns)
     if not header:
         raise UserError(f"{url}: expected a table with a header line, found an empty one")
     for name, count in Counter(filter(None, header)).items():
@@ -176,16 +174,14 @@ def read_cells(
     for number, fields in rows.items():
         fields += [""] * (len(header) - len(fields) if is_padded else 0)
         if len(fields) != len(header):
-            raise UserError(
-                f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"
-            )
+            expected = f"expected {len(header)} fields, as in the header"
+            raise UserError(f"{url}: line {number}: {expected}, found {len(fields)}")
     return header, rows
 
 
 def _below_title(lines: Iterable[list[str]]) -> int:
     """How many lines stand above the header: those with nothing after their first cell."""
-    wide = (place for place, line in enumerate(lines) if any(cell.strip() for cell in line[1:]))
-    return next(wide, 0)
+    return next((n for n, line in enumerate(lines) if any(cell.strip() for cell in line[1:])), 0)
 
 
 def _is_wide(lines: Sequence[Sequence[str]]) -> bool:

@@ -4,7 +4,7 @@ the nearest of the others, and columns that no class can be learned from as they
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from data_setup.index.look import Entry
 from data_setup.index.people import digest_of
@@ -54,11 +54,9 @@ def compare_labels(
     lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
     if strangers:
         lines.append(f"  warning: {len(strangers)} are not: {', '.join(named)}{more}")
-    if by_person := people & set(here):
-        without = sorted(people - by_person)
-        if without:
-            some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
-            lines.append(f"  {len(without)} people of the tree have no line: {some}")
+    if not people.isdisjoint(here) and (without := sorted(people - set(here))):
+        some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
+        lines.append(f"  {len(without)} people of the tree have no line: {some}")
     return lines + [f"  {text}" for text in _doubts(header, rows, column)]
 
 
@@ -80,32 +78,31 @@ def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column:
         count = len({label for _, label in cells})
         if place in keys or len(cells) < 2 or count > _MOST_CLASSES:
             continue
-        spellings: dict[str, tuple[int, str]] = {}
-        of_one: dict[tuple[str, ...], tuple[int, str]] = {}
-        pairs: dict[str, tuple[tuple[int, str], ...]] = {}  # what is wrong -> the first two lines
-        for line, label in cells:
-            spelling = spelling_of(label)
-            before = spellings.setdefault(spelling, (line, label))
-            if before[1] != label:
-                pairs.setdefault("write one class one way", (before, (line, label)))
-            before = of_one.setdefault(id_of[line], (line, label))
-            if spelling_of(before[1]) != spelling and place not in of_visits:
-                pairs.setdefault(_CORRECT, (before, (line, label)))
-        if apart and _CORRECT in pairs:
+        spelled = [(line, label, spelling_of(label)) for line, label in cells]
+        if pair := _pair((spelling, line, label, label) for line, label, spelling in spelled):
+            lines.append(f"warning: {name} is {pair}: write one class one way")
+        if place not in of_visits and (pair := _pair((id_of[line], line, *one) for line, *one in spelled)):
             varying.append(name)
-            del pairs[_CORRECT]
+            if not apart:
+                lines.append(f"warning: {name} is {pair}: {_CORRECT}")
         if count == 1 and has_several:
             single.append(name)
         elif count == 1:
             lines.append(f"warning: {name} is {cells[0][1]!r} in every line: a label needs two classes")
-        lines += [
-            f"warning: {name} is {one!r} in line {line} and {other!r} in line {after}: {advice}"
-            for advice, ((line, one), (after, other)) in pairs.items()
-        ]
-    texts = {"one value in every line": single, "several values an id": varying}
+    texts = {"one value in every line": single, "several values an id": varying if apart else []}
     if parts := [f"{', '.join(names)} ({text})" for text, names in texts.items() if names]:
         lines.append(f"no labels by {id_column}: {'; '.join(parts)}")
     return lines
+
+
+def _pair(cells: Iterable[tuple[Hashable, int, str, str]]) -> str:
+    """The first two of (group, line, label, value) that are of one group and have two values, in words."""
+    first: dict[Hashable, tuple[int, str, str]] = {}
+    for group, *cell in cells:
+        line, label, value = first.setdefault(group, (*cell,))
+        if value != cell[2]:
+            return f"{label!r} in line {line} and {cell[1]!r} in line {cell[0]}"
+    return ""
 
 
 def _id(cell: str, known: set[str]) -> str | None:

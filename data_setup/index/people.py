@@ -19,21 +19,18 @@ from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _VISIT = re.compile(
-    r"(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
+    r"(?i)(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
     r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
     r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|termin"
-    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]",
-    re.IGNORECASE,
+    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]"
 )
 _PROTOCOL = re.compile(
-    r"[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm",
-    re.IGNORECASE,
+    r"(?i)[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm"
 )
 # Folders of many people: a number in one of them is a person of its own.
 _MANY = re.compile(
-    r"(site|center|centre|clinic|group|cohort|study|batch|part|set|data|dataset|raw|train|val|test|nifti|nii|tif"
-    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|normal|control|controls|healthy|patients|subjects|people)\d*",
-    re.IGNORECASE,
+    r"(?i)(site|center|centre|clinic|group|cohort|study|batch|part|set|data|dataset|raw|train|val|test|nifti|nii|tif"
+    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|normal|control|controls|healthy|patients|subjects|people)\d*"
 )
 _SHORT = re.compile(r"\d{1,3}")
 _UID = re.compile(r"[12](\.\d+){3,}")  # of a study or a series: several are one person's
@@ -42,22 +39,18 @@ _MONTH = (  # between two numbers
     r"|[-_. ](?:jan|feb|m[aä]r|apr|avr|ma[iy]|ju[nli]|aug|ao|sep|o[ck]t|nov|de[cz])[^\W\d_]*[-_. ])"
 )
 _DATE = re.compile(  # with the time behind it
-    rf"(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
-    r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?",
-    re.IGNORECASE,
+    rf"(?i)(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
+    r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?"
 )
 _TIME_POINT = re.compile(r"[mwdy](0|[1-9]\d?)", re.IGNORECASE)  # a month, week, day or year of a trial
 _TIME_POINTS = {0, 1, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 52, 60, 72, 96}
 _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
 
 # `Patient1`: a name whatever is below it, but a longer number or another such name
-_PATIENT = re.compile(
-    r"(patient|pat|subject|subj|sub|participant|case|proband|pid|mrn)[-_ ]*\d+", re.IGNORECASE
-)
+_PATIENT = re.compile(r"(?i)(pat(ient)?|sub(j(ect)?)?|participant|case|proband|pid|mrn)[-_ ]*\d+")
 _NOBODY = re.compile(r"horizontal|vertical|masks?|labels?|visit\d*|[vt]\d{1,2}", re.IGNORECASE)
 _COPY = re.compile(  # what a file manager adds to the name of a copy
-    r"^(kopie|copy|copie|copia)( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|copy|copie|copia)\b| \(\d+\)$",
-    re.IGNORECASE,
+    r"(?i)^(kopie|cop(y|ie|ia))( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|cop(y|ie|ia))\b| \(\d+\)$"
 )
 _CHANNEL = re.compile(r"(.*\d.*)_(\d{4})")  # nnU-Net: case_001_0000, case_001_0001
 _MOST_CHANNELS = 10
@@ -145,7 +138,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
             stems["/".join([*folders, match[1]])].add(match[2])
     ids = {n for names in neighbours.values() if 2 * sum(map(_is_date, names)) < len(names) for n in names}
     several = {stem for stem, some in stems.items() if "0000" in some and len(some) <= _MOST_CHANNELS}
-    channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_without_ending(p))) and m[1] in several}
+    channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_stem(p))) and m[1] in several}
     people = [person_of_path(path, by_folder, ids, channels) for path, by_folder in paths]
     short = {person for person, _ in people if re.fullmatch(r"\d{6}", person)}
     dates = short if all(_is_date(f"20{d}") or _is_date(f"{d[:4]}20{d[4:]}") for d in short) else set()
@@ -334,11 +327,6 @@ def side_of_path(path: str) -> str | None:
 def _stem(name: str) -> str:
     """The name without an ending of letters: eye.nii.gz -> eye; a UID keeps its numbers, O.D.tif the eye."""
     return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{2,5})?\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}$", "", name)
-
-
-def _without_ending(path: str) -> str:
-    folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}{_stem(name)}"
 
 
 def _side(word: str) -> str | None:

@@ -24,10 +24,10 @@ from tests.support.pipeline_factory import SMOKE
 from utils.config.load import load_config
 from utils.errors import UserError
 
+Capture = pytest.CaptureFixture[str]
 
-def test_a_second_run_adds_and_fills_and_changes_nothing(
-    tree: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+
+def test_a_second_run_adds_and_fills_and_changes_nothing(tree: Path, capsys: Capture) -> None:
     index(tree)
     manifest = tree / "manifest.tsv"
     frame = pd.read_csv(manifest, sep="\t", dtype=str, keep_default_na=False)
@@ -59,7 +59,7 @@ def test_a_second_run_adds_and_fills_and_changes_nothing(
     assert (manifest.read_bytes(), people.read_bytes()) == before
 
 
-def test_no_id_and_no_name_of_a_patient_is_written(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_id_and_no_name_of_a_patient_is_written(tree: Path, capsys: Capture) -> None:
     index(tree)
     written = [*tree.glob("*.tsv"), tree / "labels.parquet"]
     text = capsys.readouterr().out + "".join(path.read_text(errors="replace") for path in written)
@@ -80,9 +80,7 @@ def test_grids_of_exports_become_labels(tree: Path) -> None:
     assert row["etdrs_c0_thickness_mm"] == 0.319
 
 
-def test_a_table_of_grids_that_no_export_has_any_more_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_of_grids_that_no_export_has_any_more_is_named(tmp_path: Path, capsys: Capture) -> None:
     write_nifti(tmp_path / "1_l.nii", speckle(8), SPACING)
     older = pd.DataFrame([{"path": "gone.xml", "etdrs_c0_thickness_mm": 0.3}])
     older.to_parquet(tmp_path / "labels.parquet")
@@ -158,7 +156,7 @@ def test_what_the_index_writes_prepare_reads_back(tmp_path: Path) -> None:
 
 
 def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Capture
 ) -> None:
     """A renamed folder keeps its people and edits; of files with one UID, or of another shape, none is."""
     root = tmp_path / "tree"
@@ -196,19 +194,15 @@ def test_a_row_follows_its_file_and_what_is_gone_is_forgotten_on_request(
 
 
 @pytest.mark.parametrize("kind", ["nii", "tif", "images"])
-def test_a_row_without_a_uid_follows_its_file_by_its_name(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_without_a_uid_follows_its_file_by_its_name(kind: str, tmp_path: Path, capsys: Capture) -> None:
     """Edits go with it, a filled spacing too; a name that two files or rows have tells nothing."""
     root, ending = tmp_path / "tree", "" if kind == "images" else f".{kind}"
 
     def write(path: Path, seed: int) -> None:
         if kind == "nii":
             write_nifti(path, speckle(seed=seed), SPACING)
-        elif kind == "tif":
-            write_tiff(path, speckle(seed=seed))
         else:
-            write_images(path, speckle(seed=seed))
+            {"tif": write_tiff, "images": write_images}[kind](path, speckle(seed=seed))
 
     names = ["1/one", "2/two", "3/scan", "4/scan", "5/five"]
     for seed, name in enumerate(names):
@@ -388,7 +382,7 @@ def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
     ],
 )
 def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], paths: str, counts: str
+    tmp_path: Path, capsys: Capture, paths: str, counts: str
 ) -> None:
     root = tmp_path / "tree"
     for folder, _, name in (path.rpartition("/") for path in paths.split()):
@@ -415,7 +409,7 @@ def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(
 
 @pytest.mark.parametrize(("num_ids", "words"), [(1, "; --person replaces 1 ids of headers too"), (3, "")])
 def test_ids_of_headers_are_not_replaced_unsaid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], num_ids: int, words: str
+    tmp_path: Path, capsys: Capture, num_ids: int, words: str
 ) -> None:
     for n, folder in enumerate(("Meier", "Meier", "Schulz", "Schulz")):
         edit = maker(f"MRN{n}" if n < num_ids else "", "L")
@@ -438,9 +432,7 @@ def test_nobody_is_an_eye(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["l.csv", "german.csv", "sep.csv", "title.csv", "l.tsv", "l.xlsx", "title.xlsx", "l.parquet"]
 )
-def test_ids_of_a_label_table_are_compared_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_ids_of_a_label_table_are_compared_at_once(tmp_path: Path, capsys: Capture, name: str) -> None:
     root, url = tmp_path / "tree", tmp_path / name
     for person in ("Bauer_Zoe", "1003", "ann"):
         write_nifti(root / person / "OD.nii", speckle(4, 12, 16), SPACING)
@@ -505,7 +497,7 @@ def test_ids_of_a_label_table_are_compared_at_once(
     ],
 )
 def test_classes_that_nothing_can_be_learned_from_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, words: str
+    tmp_path: Path, capsys: Capture, lines: str, words: str
 ) -> None:
     for person in "123":
         write_nifti(tmp_path / "tree" / person / "OD.nii", speckle(4, 12, 16), SPACING)
@@ -543,18 +535,10 @@ def test_a_label_table_that_is_not_read_says_the_next_step(tmp_path: Path, name:
         index(root, "--labels", str(url))
 
 
-def test_people_that_may_be_several_or_one_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_people_that_may_be_several_or_one_are_said(tmp_path: Path, capsys: Capture) -> None:
     """A file without PatientID is of the only one of its folder; what cannot be decided is warned of."""
-    files = {"1003/a": "MRN-3", "1003/visit_2/b": "", "more/a": "MRN-3"}
-    files |= {
-        "1004/a": "MRN-4",
-        "1004/b": " mrn-4 ",
-        "1004/c": "",
-        "1005/a": "Anonymous",
-        "1006/a": "ANONYMOUS",
-    }
+    files = {"1003/a": "MRN-3", "1003/visit_2/b": "", "more/a": "MRN-3", "1004/a": "MRN-4"}
+    files |= {"1004/b": " mrn-4 ", "1004/c": "", "1005/a": "Anonymous", "1006/a": "ANONYMOUS"}
     for seed, (path, patient) in enumerate(files.items()):
         place, edit = tmp_path / f"{path}.dcm", maker(patient, "L")
         options = {"name": place.name, "spacing": SPACING, "references": rows_down(6), "edit": edit}

@@ -203,9 +203,8 @@ def load_labels(cfg: Config) -> dict[str, str]:
             continue
         unit = unit_of(cfg, person_id, eye_of(row, f"{url}: line {line}"))
         if labels.setdefault(unit, label) != label:
-            raise UserError(
-                f"{url}: {column} of {unit}: expected one label, found {labels[unit]!r} and {label!r}"
-            )
+            two = f"found {labels[unit]!r} and {label!r}"
+            raise UserError(f"{url}: {column} of {unit}: expected one label, {two}")
     return labels
 
 

@@ -63,17 +63,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     root = parser.add_mutually_exclusive_group(required=True)
     root.add_argument("folder", nargs="?", metavar="FOLDER", help="the root of the tree: a folder or a URL")
     root.add_argument(
-        "--sets", nargs="?", const="", metavar="NAME", help="print all public sets, or everything about one"
+        "--sets", nargs="?", const="", metavar="NAME", help="print all public sets, or all about one"
     )
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
     parser.add_argument(
-        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids and its classes right?"
+        "--labels", metavar="TABLE", help="CSV, TSV, Excel, Parquet: are ids and classes right?"
     )
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
-    parser.add_argument(
-        "--forget-missing", action="store_true", help="take rows out of the manifest whose file is gone"
-    )
+    parser.add_argument("--forget-missing", action="store_true", help="take out the rows whose file is gone")
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
     add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")

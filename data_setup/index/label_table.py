@@ -75,13 +75,12 @@ def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column:
     lines, single, varying = [], [], []
     for place, name in enumerate(header):
         cells = [(line, label) for line, row in rows.items() if (label := label_of(row[place]))]
-        count = len({label for _, label in cells})
-        if place in keys or len(cells) < 2 or count > _MOST_CLASSES:
+        if place in keys or len(cells) < 2 or (count := len({text for _, text in cells})) > _MOST_CLASSES:
             continue
         spelled = [(line, label, spelling_of(label)) for line, label in cells]
         if pair := _pair((spelling, line, label, label) for line, label, spelling in spelled):
             lines.append(f"warning: {name} is {pair}: write one class one way")
-        if place not in of_visits and (pair := _pair((id_of[line], line, *one) for line, *one in spelled)):
+        if place not in of_visits and (pair := _pair((id_of[n], n, text, same) for n, text, same in spelled)):
             varying.append(name)
             if not apart:
                 lines.append(f"warning: {name} is {pair}: {_CORRECT}")
@@ -98,10 +97,10 @@ def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column:
 def _pair(cells: Iterable[tuple[Hashable, int, str, str]]) -> str:
     """The first two of (group, line, label, value) that are of one group and have two values, in words."""
     first: dict[Hashable, tuple[int, str, str]] = {}
-    for group, *cell in cells:
-        line, label, value = first.setdefault(group, (*cell,))
-        if value != cell[2]:
-            return f"{label!r} in line {line} and {cell[1]!r} in line {cell[0]}"
+    for group, line, label, value in cells:
+        before, one, other_value = first.setdefault(group, (line, label, value))
+        if other_value != value:
+            return f"{one!r} in line {before} and {label!r} in line {line}"
     return ""
 
 

@@ -219,9 +219,8 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
             ways.setdefault(_grouping(names), (pattern, names))
     own = ways.pop(_grouping(people), ("", []))[0]
     number = re.compile(r".*\d.*")
-    is_numbered = (
-        not any(_UID.fullmatch(p.replace("_", ".")) for p in people) and _share(number, people) >= 0.5
-    )
+    has_uids = any(_UID.fullmatch(person.replace("_", ".")) for person in people)
+    is_numbered = not has_uids and _share(number, people) >= 0.5
     best: dict[tuple[bool, bool], tuple[str, int]] = {}  # whether the folder parts the same names; numbers
     for pattern, names in ways.values():
         lasts, count, of_folder = [n.rpartition("/")[2] for n in names], len(set(names)), pattern[0] == "^"

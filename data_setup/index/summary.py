@@ -95,10 +95,8 @@ def _people(rows: Sequence[Entry], written: Written) -> list[str]:
     places: dict[str, set[str]] = {}
     for entry in (e for e in rows if e.person_source == "path"):
         places.setdefault(entry.person_id, set()).add(entry.place)
-    if several := _several(places, "in"):
-        lines.append(
-            f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
-        )
+    if some := _several(places, "in"):
+        lines.append(f"  {len(some)} names are in several folders, each taken for one person: {_some(some)}")
     lines += _doubts([entry for entry in rows if entry.person_source != "set"])
     if places:
         lines.append("  is a name no person, or one person several? give --person PATTERN")
@@ -267,14 +265,11 @@ def _tables(written: Written) -> list[str]:
         text = f"  {len(written.gone)} rows name what is no longer there, and {what}: {_some(written.gone)}"
         lines.append(text if written.forgot else f"{text}; --forget-missing takes them out")
     if written.without_split:
-        lines.append(
-            f"participants.tsv: {written.without_split} people added without recommended_split: "
-            "fill it in, or they are not used"
-        )
+        what = "people added without recommended_split: fill it in, or they are not used"
+        lines.append(f"participants.tsv: {written.without_split} {what}")
     if written.stale:
-        lines.append(
-            f"not written: {written.stale}: no file has a thickness grid; what is there is older: remove it"
-        )
+        why = "no file has a thickness grid; what is there is older: remove it"
+        lines.append(f"not written: {written.stale}: {why}")
     return [*lines, *(f"written: {url}" for url in written.urls)]
 
 

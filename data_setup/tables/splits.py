@@ -207,9 +207,8 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
             continue
         split = fact_of(row.get("recommended_split")) or ""
         if split and split not in SPLITS:
-            raise UserError(
-                f"{url}: recommended_split of {person_id}: expected {' | '.join(SPLITS)}, found {split!r}"
-            )
+            what = f"expected {' | '.join(SPLITS)}, found {split!r}"
+            raise UserError(f"{url}: recommended_split of {person_id}: {what}")
         eye = eye_of(row, f"{url}: line {line}")
         group, site = label_of(row.get("study_group")), label_of(row.get("clinical_site"))
         person = Participant(split, group, site, integer_of(row.get("age")))
@@ -218,18 +217,15 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
             what = f"row of the {eye} eye" if eye else "row"
             raise UserError(f"{url}: participant {person_id}: expected one {what}, found two that differ")
         if len(splits := {p.split for p in eyes.values()}) > 1:
-            raise UserError(
-                f"{url}: participant {person_id}: expected one recommended_split for both eyes, found "
-                f"{', '.join(sorted(splits))}"
-            )
+            what = f"recommended_split for both eyes, found {', '.join(sorted(splits))}"
+            raise UserError(f"{url}: participant {person_id}: expected one {what}")
     if "recommended_split" in columns:
         return people, RECOMMENDED
     groups = {p: _only({e.study_group for e in eyes.values()}) for p, eyes in people.items() if p in listed}
     seeded = seeded_split(groups, cfg.seed)
-    return {
-        p: {eye: replace(person, split=seeded.get(p, "")) for eye, person in eyes.items()}
-        for p, eyes in people.items()
-    }, SEEDED
+    for p, eyes in people.items():
+        people[p] = {eye: replace(person, split=seeded.get(p, "")) for eye, person in eyes.items()}
+    return people, SEEDED
 
 
 def of_eye(eyes: Mapping[str, Participant], side: str) -> Participant | None:

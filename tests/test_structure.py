@@ -269,7 +269,7 @@ LINES = {
     "data_setup": 16_695,
     "models": 5_496,
     "pretraining": 2_454,
-    "finetuning": 13_273,
+    "finetuning": 13_261,
     "utils": 8_731,
     "benchmarks": 4_952,
     "tests": 43_477,

@@ -63,13 +63,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     root = parser.add_mutually_exclusive_group(required=True)
     root.add_argument("folder", nargs="?", metavar="FOLDER", help="the root of the tree: a folder or a URL")
     root.add_argument(
-        "--sets", nargs="?", const="", metavar="NAME", help="print all public sets, or all about one"
+        "--sets", nargs="?", const="", metavar="NAME", help="list the public sets, or describe one"
     )
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
-    parser.add_argument(
-        "--labels", metavar="TABLE", help="CSV, TSV, Excel, Parquet: are ids and classes right?"
-    )
+    parser.add_argument("--labels", metavar="TABLE", help="a table: are its ids and classes right?")
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
     parser.add_argument("--forget-missing", action="store_true", help="take out the rows whose file is gone")
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
@@ -196,7 +194,7 @@ def read_tree(
     encoding = sys.getfilesystemencoding()
     text = f"expected a name in {encoding}, found other bytes; rename it"
     text += "" if encoding == "utf-8" else ", or set PYTHONUTF8=1 where names are UTF-8"
-    shown = [path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in unnamed]
+    shown = (path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in unnamed)
     entries = [Entry(path, "name", status=NAME, message=text) for path in shown]
     with pool_of(workers if len(candidates) > FEW else 0) as pool:
         results = pool.map(reader, candidates, chunksize=8)

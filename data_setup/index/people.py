@@ -124,8 +124,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
     are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
-    Nor are months and weeks (M0, M6, M12), the one word that all files have, and a word or a year right above
-    several UIDs: Glaucoma and Topcon are none, Anna may be one.
+    Nor are months (M0, M6, M12), the one word that all files have, and a word or a year above several UIDs.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
     stems: dict[str, set[str]] = defaultdict(set)

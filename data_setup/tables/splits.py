@@ -51,9 +51,8 @@ def pretraining_split(
     Sources: train_participants; recommended_val when train has fewer than two participants.
     """
     if rule not in (HASH, EXACT):
-        raise UserError(
-            f"splits: expected {EXACT} or {HASH}, found {rule!r}; the store is of a newer version"
-        )
+        expected = f"expected {EXACT} or {HASH}, found {rule!r}"
+        raise UserError(f"splits: {expected}; the store is of a newer version")
     people = {str(r.person_id): (r.split, _label(r.study_group), _label(r.clinical_site)) for r in records}
     train = {p: (group, site) for p, (split, group, site) in people.items() if split == "train"}
     if len(train) < 2:

@@ -171,10 +171,8 @@ def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
     say(f"report: {url}")
     if report["unread"]:
         first = next(f for f in findings if f.status == UNREAD)
-        message = (
-            f"{report['unread']} files could not be read, run again; first: {first.url}: {first.message}"
-        )
-        say(f"error: {message}", file=sys.stderr)
+        message = f"{report['unread']} files could not be read, run again"
+        say(f"error: {message}; first: {first.url}: {first.message}", file=sys.stderr)
         return EXIT_TRY_AGAIN
     return 0 if report["is_fine"] else EXIT_FOUND_BAD
 

@@ -215,10 +215,8 @@ def run_jobs(
                 done, _ = wait(running, return_when=FIRST_COMPLETED) if running else (set(), None)
                 for future in done:
                     if future.cancelled():
-                        problem = "found it gone; finished rows are kept, run again"
-                        raise TransientError(
-                            f"--dask {cluster}: expected the scheduler until the end, {problem}"
-                        )
+                        why = "expected the scheduler until the end, found it gone"
+                        raise TransientError(f"--dask {cluster}: {why}; finished rows are kept, run again")
                     job, error = running.pop(future), future.exception()
                     if isinstance(error, BrokenProcessPool):
                         lost.append(job)

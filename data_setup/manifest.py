@@ -124,9 +124,8 @@ def read_records(cfg: Config) -> RecordList:
             skipped["participant_without_split"] += 1
             unused.append(row)
             continue
-        rejected = next(
-            (k for k, (field, values) in allowed.items() if getattr(record, field) not in values), None
-        )
+        failing = (k for k, (field, values) in allowed.items() if getattr(record, field) not in values)
+        rejected = next(failing, None)
         if record.path in copies:
             skipped["duplicate_row"] += 1
             filtered.append(record)  # a volume that the store has of it stays
@@ -174,9 +173,8 @@ def _without_their_file(rows: Iterable[Record], root: str, options: StorageOptio
     for group in several:
         present = [row for row in group if row.path in there]
         for row in group if len(present) == 1 else ():
-            fits = len(group) == 2 and (
-                None in (row.shape, present[0].shape) or row.shape == present[0].shape
-            )
+            shape, other = row.shape, present[0].shape
+            fits = len(group) == 2 and (None in (shape, other) or shape == other)
             if row.path not in there and (fits or row.person_id == present[0].person_id):
                 copies[row.path] = present[0].path
     return copies
@@ -203,9 +201,8 @@ def load_labels(cfg: Config) -> dict[str, str]:
             continue
         unit = unit_of(cfg, person_id, eye_of(row, f"{url}: line {line}"))
         if labels.setdefault(unit, label) != label:
-            raise UserError(
-                f"{url}: {column} of {unit}: expected one label, found {labels[unit]!r} and {label!r}"
-            )
+            two = f"found {labels[unit]!r} and {label!r}"
+            raise UserError(f"{url}: {column} of {unit}: expected one label, {two}")
     return labels
 
 

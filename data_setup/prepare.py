@@ -82,19 +82,13 @@ _VERBS = {
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workers(parser)
-    parser.add_argument(
-        "--dask", metavar="ADDRESS", help="run on the dask cluster of this scheduler, tcp://HOST:8786"
-    )
-    parser.add_argument(
-        "--audit", action="store_true", help="list the files of a remote tree too; a local one always is"
-    )
+    parser.add_argument("--dask", metavar="ADDRESS", help="run on this dask scheduler: tcp://HOST:8786")
+    parser.add_argument("--audit", action="store_true", help="list a remote tree too; a local one always is")
     # One at a time, and after a run without them: all but --check-only read the store that it makes.
     verb = parser.add_mutually_exclusive_group()
     for name, text in _VERBS.items():
         verb.add_argument(name, action="store_true", help=text)
-    parser.add_argument(
-        "--rebase", action="store_true", help="the files of the store's source are now below data.gcs_root"
-    )
+    parser.add_argument("--rebase", action="store_true", help="source files are now below data.gcs_root")
     parser.add_argument("--json", metavar="URL", help="where to write the report (default: in data.store)")
 
 

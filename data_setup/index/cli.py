@@ -63,17 +63,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     root = parser.add_mutually_exclusive_group(required=True)
     root.add_argument("folder", nargs="?", metavar="FOLDER", help="the root of the tree: a folder or a URL")
     root.add_argument(
-        "--sets", nargs="?", const="", metavar="NAME", help="print all public sets, or everything about one"
+        "--sets", nargs="?", const="", metavar="NAME", help="list the public sets, or describe one"
     )
     parser.add_argument("--set", metavar="NAME", help="the public set that the tree is")
     parser.add_argument("--out", metavar="DIR", help="where the tables go (default: FOLDER)")
-    parser.add_argument(
-        "--labels", metavar="TABLE", help="CSV, TSV, Excel or Parquet: are its ids and its classes right?"
-    )
+    parser.add_argument("--labels", metavar="TABLE", help="a table: are its ids and classes right?")
     parser.add_argument("--person", metavar="PATTERN", help="a regular expression; its group is the person")
-    parser.add_argument(
-        "--forget-missing", action="store_true", help="take rows out of the manifest whose file is gone"
-    )
+    parser.add_argument("--forget-missing", action="store_true", help="take out the rows whose file is gone")
     parser.add_argument("--keep-ids", action="store_true", help="PatientID as it is, not its digest")
     add_workers(parser)
     parser.add_argument("--endpoint-url", metavar="URL", help="an S3-compatible store, or an emulator")
@@ -114,10 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         entries = with_label_maps(root, tree.sizes, entries, options)
         _show_readings([entry for entry in entries if entry.is_row])
     labels = compare_labels(args.labels, label_table, entries) if label_table else []
-    has_classes = plug is not None and any(entry.label_volume for entry in entries)
-    classes = plug.classes_of_voxels(tree) if plug and has_classes else {}
+    has_classes = any(entry.label_volume for entry in entries)
     there = {*tree.sizes, *(str(folder) for path in tree.sizes for folder in PurePosixPath(path).parents)}
-    named = classes if plug else None
+    named = (plug.classes_of_voxels(tree) if has_classes else {}) if plug else None
     written = write_tables(out, entries, options, named, there, args.forget_missing)
     octa_lines = write_octa(out, entries, octa, options)
     octa_lines = [*octa_lines, *localizers(root, entries, options)]
@@ -140,9 +135,11 @@ def _show_readings(rows: Sequence[Entry]) -> None:
             f"as in {len(nobody)} of {len(of_path)} paths; put each person's files into a folder of that "
             f"name, or say where it is: {better}"
         )
-    if len(texts) > 1:
+    if len(texts) > 1 and 2 * len(of_path) >= len(rows):
         number = {2: "two", 3: "three"}[len(texts)]
-        say(f"people      the paths can be read in {number} ways: {'; or '.join(texts)}")
+        others = {entry.person_id for entry in rows} - {entry.person_id for entry in of_path}
+        also = f"; --person replaces {len(others)} ids of headers too" * bool(others)
+        say(f"people      the paths can be read in {number} ways: {'; or '.join(texts)}{also}")
 
 
 def _check_places(tree: Tree, out: str) -> None:
@@ -197,7 +194,7 @@ def read_tree(
     encoding = sys.getfilesystemencoding()
     text = f"expected a name in {encoding}, found other bytes; rename it"
     text += "" if encoding == "utf-8" else ", or set PYTHONUTF8=1 where names are UTF-8"
-    shown = [path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in unnamed]
+    shown = (path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in unnamed)
     entries = [Entry(path, "name", status=NAME, message=text) for path in shown]
     with pool_of(workers if len(candidates) > FEW else 0) as pool:
         results = pool.map(reader, candidates, chunksize=8)

@@ -4,19 +4,23 @@ the nearest of the others, and columns that no class can be learned from as they
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from data_setup.index.look import Entry
 from data_setup.index.people import digest_of
-from data_setup.tables.text import PERSON_COLUMNS, SIDE_COLUMNS, label_of, path_of, person_id_of
+from data_setup.tables.text import PERSON_COLUMNS, SIDE_COLUMNS, label_of, path_of, person_id_of, spelling_of
 from utils.errors import UserError
 
 _IDS = (*PERSON_COLUMNS, "path", "filepath", "sop_instance_uid")
 _NAMED_IDS = 5
 _MOST_CLASSES = 20  # values of a column of classes
-_OF_VISITS = re.compile(
-    r"visit|date|day|time|age|file|path|image|scan|session", re.IGNORECASE
-)  # more than one each
+_CORRECT = "both of one id: correct one, or give each eye its line and a column eye"
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_OF_VISITS = re.compile(  # more than one each; dr_stage is of no age
+    r"(exam|study|birth|visit|image|scan|file)?(visit|exam|date|day|week|month|time|age|file|path|image|scan|session"
+    r"|uid)s?(date|time|path|name|point|stamp|id|no|nr|number)?",
+    re.IGNORECASE,
+)
 
 
 def compare_labels(
@@ -57,32 +61,47 @@ def compare_labels(
 
 
 def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column: str) -> list[str]:
-    """Of columns of classes: one class only, two spellings of one, and two classes of a person or an eye."""
+    """Of columns of classes: one class only, two spellings of one, and two classes of a person or an eye;
+    one plain line where eyes or visits tell the lines of an id apart, so that columns may say other things.
+    """
     keys = [header.index(id_column), *(n for n, name in enumerate(header) if name.lower() in SIDE_COLUMNS)]
-    lines = []
+    id_of = {line: tuple(row[key].strip().lower() for key in keys) for line, row in rows.items()}
+    of_visits = [n for n, name in enumerate(header) if any(map(_OF_VISITS.fullmatch, _WORD.findall(name)))]
+    ids = {*id_of.values()}
+    apart = [
+        n for n in of_visits if n not in keys and len({(i, rows[k][n]) for k, i in id_of.items()}) > len(ids)
+    ]
+    has_several = bool(apart) or keys[0] in of_visits or len(ids) > len({one[0] for one in ids})
+    lines, single, varying = [], [], []
     for place, name in enumerate(header):
-        cells = [(line, label, row) for line, row in rows.items() if (label := label_of(row[place]))]
-        first = {label: line for line, label, _ in reversed(cells)}
-        if place in keys or len(cells) < 2 or len(first) > _MOST_CLASSES:
+        cells = [(line, label) for line, row in rows.items() if (label := label_of(row[place]))]
+        if place in keys or len(cells) < 2 or (count := len({text for _, text in cells})) > _MOST_CLASSES:
             continue
-        if len(first) == 1:
-            lines.append(f"{name} is {cells[0][1]!r} in every line: a label needs two classes")
-        spellings: dict[str, tuple[int, str]] = {}
-        of_one: dict[tuple[str, ...], tuple[int, str]] = {}
-        pairs: dict[str, tuple[tuple[int, str], ...]] = {}  # what is wrong -> the first two lines
-        for line, label, row in cells:
-            before = spellings.setdefault(re.sub(r"[\s_-]+", " ", label).casefold(), (line, label))
-            if before[1] != label:
-                pairs.setdefault("write one class one way", (before, (line, label)))
-            before = of_one.setdefault(tuple(row[key].strip().lower() for key in keys), (line, label))
-            if before[1] != label and not _OF_VISITS.search(name):
-                advice = "both of one id: correct one, or give each eye its line and a column eye"
-                pairs.setdefault(advice, (before, (line, label)))
-        lines += [
-            f"{name} is {one!r} in line {line} and {other!r} in line {after}: {advice}"
-            for advice, ((line, one), (after, other)) in pairs.items()
-        ]
+        spelled = [(line, label, spelling_of(label)) for line, label in cells]
+        if pair := _pair((spelling, line, label, label) for line, label, spelling in spelled):
+            lines.append(f"warning: {name} is {pair}: write one class one way")
+        if place not in of_visits and (pair := _pair((id_of[n], n, text, same) for n, text, same in spelled)):
+            varying.append(name)
+            if not apart:
+                lines.append(f"warning: {name} is {pair}: {_CORRECT}")
+        if count == 1 and has_several:
+            single.append(name)
+        elif count == 1:
+            lines.append(f"warning: {name} is {cells[0][1]!r} in every line: a label needs two classes")
+    texts = {"one value in every line": single, "several values an id": varying if apart else []}
+    if parts := [f"{', '.join(names)} ({text})" for text, names in texts.items() if names]:
+        lines.append(f"no labels by {id_column}: {'; '.join(parts)}")
     return lines
+
+
+def _pair(cells: Iterable[tuple[Hashable, int, str, str]]) -> str:
+    """The first two of (group, line, label, value) that are of one group and have two values, in words."""
+    first: dict[Hashable, tuple[int, str, str]] = {}
+    for group, line, label, value in cells:
+        before, one, other_value = first.setdefault(group, (line, label, value))
+        if other_value != value:
+            return f"{one!r} in line {before} and {label!r} in line {line}"
+    return ""
 
 
 def _id(cell: str, known: set[str]) -> str | None:

@@ -19,21 +19,18 @@ from data_setup.tables.text import SIDES
 from utils.errors import UserError
 
 _VISIT = re.compile(
-    r"(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
+    r"(?i)(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
     r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
     r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|termin"
-    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]",
-    re.IGNORECASE,
+    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]"
 )
 _PROTOCOL = re.compile(
-    r"[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm",
-    re.IGNORECASE,
+    r"(?i)[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm"
 )
 # Folders of many people: a number in one of them is a person of its own.
 _MANY = re.compile(
-    r"(site|center|centre|clinic|group|cohort|study|batch|part|set|data|dataset|raw|train|val|test|nifti|nii|tif"
-    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|normal|control|controls|healthy|patients|subjects|people)\d*",
-    re.IGNORECASE,
+    r"(?i)(site|center|centre|clinic|group|cohort|study|batch|part|set|data|dataset|raw|train|val|test|nifti|nii|tif"
+    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|normal|control|controls|healthy|patients|subjects|people)\d*"
 )
 _SHORT = re.compile(r"\d{1,3}")
 _UID = re.compile(r"[12](\.\d+){3,}")  # of a study or a series: several are one person's
@@ -42,22 +39,18 @@ _MONTH = (  # between two numbers
     r"|[-_. ](?:jan|feb|m[aä]r|apr|avr|ma[iy]|ju[nli]|aug|ao|sep|o[ck]t|nov|de[cz])[^\W\d_]*[-_. ])"
 )
 _DATE = re.compile(  # with the time behind it
-    rf"(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
-    r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?",
-    re.IGNORECASE,
+    rf"(?i)(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
+    r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?"
 )
 _TIME_POINT = re.compile(r"[mwdy](0|[1-9]\d?)", re.IGNORECASE)  # a month, week, day or year of a trial
 _TIME_POINTS = {0, 1, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 52, 60, 72, 96}
 _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
 
 # `Patient1`: a name whatever is below it, but a longer number or another such name
-_PATIENT = re.compile(
-    r"(patient|pat|subject|subj|sub|participant|case|proband|pid|mrn)[-_ ]*\d+", re.IGNORECASE
-)
+_PATIENT = re.compile(r"(?i)(pat(ient)?|sub(j(ect)?)?|participant|case|proband|pid|mrn)[-_ ]*\d+")
 _NOBODY = re.compile(r"horizontal|vertical|masks?|labels?|visit\d*|[vt]\d{1,2}", re.IGNORECASE)
 _COPY = re.compile(  # what a file manager adds to the name of a copy
-    r"^(kopie|copy|copie|copia)( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|copy|copie|copia)\b| \(\d+\)$",
-    re.IGNORECASE,
+    r"(?i)^(kopie|cop(y|ie|ia))( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|cop(y|ie|ia))\b| \(\d+\)$"
 )
 _CHANNEL = re.compile(r"(.*\d.*)_(\d{4})")  # nnU-Net: case_001_0000, case_001_0001
 _MOST_CHANNELS = 10
@@ -73,6 +66,9 @@ _SIDES_ABROAD = {
     **dict.fromkeys(("gauche", "links", "linkes", "izquierdo", "izquierda", "sinistro", "esquerdo"), "L"),
     **dict.fromkeys(("droit", "droite", "rechts", "rechtes", "derecho", "derecha", "destro", "direito"), "R"),
 }
+
+
+_Names = list[tuple[str, list[str]]]  # a name of a path, and the folders above it
 
 
 def compile_pattern(text: str) -> re.Pattern[str]:
@@ -109,13 +105,12 @@ def person_of_path(
     are names here; `channels`: files whose last number is a channel.
     """
     names = _parts(path, by_folder, channels)
-    uids = [(above, name) for name, above in names if _UID.fullmatch(name)]
-    accepted = list(islice(_accepted(names, by_folder and not uids, ids), 1))
-    if accepted and not (uids and by_folder and accepted[0][1] == path.rpartition("/")[0]):
+    study = _study(names)
+    accepted = list(islice(_accepted(names, by_folder and not study, ids), 1))
+    if accepted and not (study and by_folder and accepted[0][1] == path.rpartition("/")[0]):
         return accepted[0]
-    if uids:  # better than the file's name; above a series is its study
-        above, name = min(uids, key=lambda uid: len(uid[0]))
-        return name.replace(".", "_"), "/".join(above)
+    if study:  # better than the file's name
+        return study
     for name, above in names:  # visit_1, OD_1: better a number than all in one; better a date than an eye
         if numbers := [w for w in _words(name) if _SHORT.fullmatch(w) or _TIME.fullmatch(w) or _is_date(w)]:
             return "_".join(numbers), "/".join(above)
@@ -129,7 +124,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
     are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
-    Nor are months and weeks (M0, M6, M12), and the one word that all files have.
+    Nor are months (M0, M6, M12), the one word that all files have, and a word or a year above several UIDs.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
     stems: dict[str, set[str]] = defaultdict(set)
@@ -142,7 +137,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
             stems["/".join([*folders, match[1]])].add(match[2])
     ids = {n for names in neighbours.values() if 2 * sum(map(_is_date, names)) < len(names) for n in names}
     several = {stem for stem, some in stems.items() if "0000" in some and len(some) <= _MOST_CHANNELS}
-    channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_without_ending(p))) and m[1] in several}
+    channels = {p for p, _ in paths if (m := _CHANNEL.fullmatch(_stem(p))) and m[1] in several}
     people = [person_of_path(path, by_folder, ids, channels) for path, by_folder in paths]
     short = {person for person, _ in people if re.fullmatch(r"\d{6}", person)}
     dates = short if all(_is_date(f"20{d}") or _is_date(f"{d[:4]}20{d[4:]}") for d in short) else set()
@@ -171,7 +166,25 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     recur -= {word for word, some in times.items() if len(some) < 2 or not some <= _TIME_POINTS}
     if len(recur) <= len(set().union(*places.values())):
         people = [above[n] if n in above and _word_of(p[0]) in recur else p for n, p in enumerate(people)]
-    return people
+    studies = [_study(_parts(path, by_folder, channels)) for path, by_folder in paths]
+    below: dict[str, set[str]] = defaultdict(set)  # folder of no number -> the UIDs right below it
+    for (person, top), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
+        if folder and top == folder.rpartition("/")[0] and re.fullmatch(r"\D+|(19|20)\d\d", person):
+            below[folder].add(uid)
+    several = {folder for folder, uids in below.items() if len(uids) > 1}
+    return [s if s and s[1] in several else p for p, s in zip(people, studies, strict=True)]
+
+
+def _study(names: _Names) -> tuple[str, str] | None:
+    """(person, folder) of the UID nearest to the root, which is a study's where a series is below it."""
+    uids = [(name.replace(".", "_"), "/".join(above)) for name, above in names if _UID.fullmatch(name)]
+    return min(uids, key=lambda uid: len(uid[1]), default=None)
+
+
+def is_study_of(folder: str, person: str) -> bool:
+    """Whether a person has the name of a study, and its folder perhaps the person's: Anna/1.2.8.1."""
+    is_person = not all(map(_MANY.fullmatch, _names(PurePosixPath(folder).name)))
+    return is_person and _UID.fullmatch(person.replace("_", ".")) is not None
 
 
 def _word_of(person: str) -> str:
@@ -205,22 +218,24 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
             ways.setdefault(_grouping(names), (pattern, names))
     own = ways.pop(_grouping(people), ("", []))[0]
     number = re.compile(r".*\d.*")
-    is_numbered = _share(number, people) >= 0.5
-    best: dict[bool, tuple[str, int]] = {}  # whether the folder parts the same names
+    has_uids = any(_UID.fullmatch(person.replace("_", ".")) for person in people)
+    is_numbered = not has_uids and _share(number, people) >= 0.5
+    best: dict[tuple[bool, bool], tuple[str, int]] = {}  # whether the folder parts the same names; numbers
     for pattern, names in ways.values():
         lasts, count, of_folder = [n.rpartition("/")[2] for n in names], len(set(names)), pattern[0] == "^"
         is_parted = _grouping(lasts) == _grouping(people)
         is_one = is_parted or len(set(people)) == 1  # so each file may be a person
         has_number = _share(number, names) >= 0.5 and (of_folder or "/" not in names[0])
+        key = is_parted, has_number and not is_parted
         if (
             1 < count < len(names) + is_one
             and (is_parted or has_number or (of_folder and not is_numbered))
             and all(_names(last) or _UID.fullmatch(last) for last in set(lasts))
             and not any(_side(word) for last in set(lasts) for word in _words(last))
             and _share(_MANY, lasts) < 0.5
-            and count > best.get(is_parted, ("", 0))[1]
+            and count > best.get(key, ("", 0))[1]
         ):
-            best[is_parted] = pattern, count
+            best[key] = pattern, count
     ways_else = sorted(best.items(), reverse=True)[: 1 if is_numbered else 2]
     return [(own, len(set(people))), *(way for _, way in ways_else)]
 
@@ -234,9 +249,6 @@ def _grouping(names: Sequence[str]) -> tuple[int, ...]:
     """The same for two lists that put the same items together."""
     first: dict[str, int] = {}
     return tuple(first.setdefault(name, len(first)) for name in names)
-
-
-_Names = list[tuple[str, list[str]]]  # a name of a path, and the folders above it
 
 
 def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:
@@ -313,11 +325,6 @@ def side_of_path(path: str) -> str | None:
 def _stem(name: str) -> str:
     """The name without an ending of letters: eye.nii.gz -> eye; a UID keeps its numbers, O.D.tif the eye."""
     return re.sub(r"(\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{2,5})?\.(?=[^.]*[A-Za-z])[A-Za-z0-9]{1,5}$", "", name)
-
-
-def _without_ending(path: str) -> str:
-    folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}{_stem(name)}"
 
 
 def _side(word: str) -> str | None:

@@ -8,6 +8,7 @@ from glob import glob
 
 from data_setup.index.candidates import IMAGES
 from data_setup.index.look import HEADED, UNKNOWN, WITHOUT_YAML, Entry
+from data_setup.index.people import is_study_of
 from data_setup.index.sets.facts import Plug
 from data_setup.index.write import Written
 from data_setup.readers.faults import RejectReason
@@ -94,10 +95,8 @@ def _people(rows: Sequence[Entry], written: Written) -> list[str]:
     places: dict[str, set[str]] = {}
     for entry in (e for e in rows if e.person_source == "path"):
         places.setdefault(entry.person_id, set()).add(entry.place)
-    if several := _several(places, "in"):
-        lines.append(
-            f"  {len(several)} names are in several folders, each taken for one person: {_some(several)}"
-        )
+    if some := _several(places, "in"):
+        lines.append(f"  {len(some)} names are in several folders, each taken for one person: {_some(some)}")
     lines += _doubts([entry for entry in rows if entry.person_source != "set"])
     if places:
         lines.append("  is a name no person, or one person several? give --person PATTERN")
@@ -128,32 +127,23 @@ def _doubts(rows: Sequence[Entry]) -> list[str]:
     for entry in rows:
         scans.setdefault(entry.sop_instance_uid or entry.path, {}).setdefault(entry.person_id, entry.path)
         in_folder.setdefault(posixpath.dirname(entry.path) or ".", set()).add(entry.person_id)
-        in_folder.setdefault(posixpath.join(entry.place, entry.path_name), set()).add(entry.person_id)
+        is_study = entry.person_source == "path" and is_study_of(entry.place, entry.person_id)
+        place = entry.place if is_study else posixpath.join(entry.place, entry.path_name)
+        in_folder.setdefault(place, set()).add(entry.person_id)
         if entry.person_source == "header":
             top = entry.path.partition("/")[0] if "/" in entry.path else "."
             tops.setdefault(entry.person_id, set()).add(top)
             spellings.setdefault(entry.id_key, set()).add(entry.person_id)
-    lines = []
-    if some := _several(in_folder, "of"):
-        lines.append(f"  warning: {len(some)} folders are of several people; are they? {_some(some)}")
-    if some := _several(tops, "in"):
-        lines.append(
-            f"  warning: {len(some)} ids of headers are in several top folders, each taken for one person: "
-            f"{_some(some)}"
-        )
-    if some := [" and ".join(sorted(ids)) for _, ids in sorted(spellings.items()) if len(ids) > 1]:
-        lines.append(
-            f"  warning: {len(some)} ids of headers differ only in case or blanks, each taken for another "
-            f"person: {_some(some)}"
-        )
-    if some := [
-        " and ".join(f"{path} of {p}" for p, path in s.items()) for s in scans.values() if len(s) > 1
-    ]:
-        lines.append(
-            f"  warning: {len(some)} scans are of two people by one SOPInstanceUID: {_some(some)}; of the "
-            "same voxels prepare takes the first: correct person_id, or take the other file away"
-        )
-    return lines
+    alike = [" and ".join(sorted(ids)) for _, ids in sorted(spellings.items()) if len(ids) > 1]
+    doubles = [" and ".join(f"{path} of {p}" for p, path in s.items()) for s in scans.values() if len(s) > 1]
+    doubts = {
+        "folders are of several people; are they? {}": _several(in_folder, "of"),
+        "ids of headers are in several top folders, each taken for one person: {}": _several(tops, "in"),
+        "ids of headers differ only in case or blanks, each taken for another person: {}": alike,
+        "scans are of two people by one SOPInstanceUID: {}; of the same voxels prepare takes the first: "
+        "correct person_id, or take the other file away": doubles,
+    }
+    return [f"  warning: {len(some)} {text.format(_some(some))}" for text, some in doubts.items() if some]
 
 
 def _several(sets: Mapping[str, set[str]], word: str) -> list[str]:
@@ -215,16 +205,13 @@ def _missing(root: str, rows: Sequence[Entry], filled: Mapping[str, set[str]]) -
                 what = f"{group[0].device}, {_size(group[0])}: {len(group)} ({_names(group)})"
                 lines.append(f"  {what}: write `{yaml}` into {_yaml_for(root, group, opened)}")
         lines += [f"  {e.path}: {e.message}" for e in part[:1] if e.kind in kinds.KINDS and e.message]
-    wrong = [e for e in rows if e.other_side]
-    if part := [e for e in wrong if e.kind in HEADED]:
-        lines.append(
-            f"contradiction: the path names the other eye: {len(part)} ({_names(part)}); the header counts"
-        )
-    if part := [e for e in wrong if e.kind not in HEADED]:
-        lines.append(
-            f"contradiction: a YAML names the other eye than the path: {len(part)} ({_names(part)}); "
-            "prepare rejects them until the YAML or the column laterality of manifest.tsv is changed"
-        )
+    until = "prepare rejects them until the YAML or the column laterality of manifest.tsv is changed"
+    for is_headed, text, then in (
+        (True, "the path names the other eye", "the header counts"),
+        (False, "a YAML names the other eye than the path", until),
+    ):
+        if part := [e for e in rows if e.other_side and (e.kind in HEADED) == is_headed]:
+            lines.append(f"contradiction: {text}: {len(part)} ({_names(part)}); {then}")
     return lines
 
 
@@ -267,26 +254,22 @@ def _left_out(entries: Sequence[Entry]) -> list[str]:
 
 def _tables(written: Written) -> list[str]:
     lines = [f"manifest.tsv: {written.added} rows added, {written.kept} kept as they were"]
-    if written.differing:
-        count = len(written.differing)
-        lines.append(f"  {count} cells are not what the files say, and stay: {_some(written.differing)}")
-    if written.moved:
-        lines.append(f"  {len(written.moved)} rows follow their file to another path: {_some(written.moved)}")
-    if written.unsure:
-        lines.append(f"  {len(written.unsure)} rows may be another path's, and stay: {_some(written.unsure)}")
+    for text, some in (
+        ("cells are not what the files say, and stay", written.differing),
+        ("rows follow their file to another path", written.moved),
+        ("rows may be another path's, and stay", written.unsure),
+    ):
+        lines += [f"  {len(some)} {text}: {_some(some)}"] if some else []
     if written.gone:
         what = "are taken out" if written.forgot else "stay"
         text = f"  {len(written.gone)} rows name what is no longer there, and {what}: {_some(written.gone)}"
         lines.append(text if written.forgot else f"{text}; --forget-missing takes them out")
     if written.without_split:
-        lines.append(
-            f"participants.tsv: {written.without_split} people added without recommended_split: "
-            "fill it in, or they are not used"
-        )
+        what = "people added without recommended_split: fill it in, or they are not used"
+        lines.append(f"participants.tsv: {written.without_split} {what}")
     if written.stale:
-        lines.append(
-            f"not written: {written.stale}: no file has a thickness grid; what is there is older: remove it"
-        )
+        why = "no file has a thickness grid; what is there is older: remove it"
+        lines.append(f"not written: {written.stale}: {why}")
     return [*lines, *(f"written: {url}" for url in written.urls)]
 
 

@@ -51,9 +51,8 @@ def pretraining_split(
     Sources: train_participants; recommended_val when train has fewer than two participants.
     """
     if rule not in (HASH, EXACT):
-        raise UserError(
-            f"splits: expected {EXACT} or {HASH}, found {rule!r}; the store is of a newer version"
-        )
+        expected = f"expected {EXACT} or {HASH}, found {rule!r}"
+        raise UserError(f"splits: {expected}; the store is of a newer version")
     people = {str(r.person_id): (r.split, _label(r.study_group), _label(r.clinical_site)) for r in records}
     train = {p: (group, site) for p, (split, group, site) in people.items() if split == "train"}
     if len(train) < 2:
@@ -207,9 +206,8 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
             continue
         split = fact_of(row.get("recommended_split")) or ""
         if split and split not in SPLITS:
-            raise UserError(
-                f"{url}: recommended_split of {person_id}: expected {' | '.join(SPLITS)}, found {split!r}"
-            )
+            what = f"expected {' | '.join(SPLITS)}, found {split!r}"
+            raise UserError(f"{url}: recommended_split of {person_id}: {what}")
         eye = eye_of(row, f"{url}: line {line}")
         group, site = label_of(row.get("study_group")), label_of(row.get("clinical_site"))
         person = Participant(split, group, site, integer_of(row.get("age")))
@@ -218,18 +216,15 @@ def read_participants(cfg: Config, listed: Collection[str]) -> tuple[dict[str, d
             what = f"row of the {eye} eye" if eye else "row"
             raise UserError(f"{url}: participant {person_id}: expected one {what}, found two that differ")
         if len(splits := {p.split for p in eyes.values()}) > 1:
-            raise UserError(
-                f"{url}: participant {person_id}: expected one recommended_split for both eyes, found "
-                f"{', '.join(sorted(splits))}"
-            )
+            what = f"recommended_split for both eyes, found {', '.join(sorted(splits))}"
+            raise UserError(f"{url}: participant {person_id}: expected one {what}")
     if "recommended_split" in columns:
         return people, RECOMMENDED
     groups = {p: _only({e.study_group for e in eyes.values()}) for p, eyes in people.items() if p in listed}
     seeded = seeded_split(groups, cfg.seed)
-    return {
-        p: {eye: replace(person, split=seeded.get(p, "")) for eye, person in eyes.items()}
-        for p, eyes in people.items()
-    }, SEEDED
+    for p, eyes in people.items():
+        people[p] = {eye: replace(person, split=seeded.get(p, "")) for eye, person in eyes.items()}
+    return people, SEEDED
 
 
 def of_eye(eyes: Mapping[str, Participant], side: str) -> Participant | None:

@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import re
+import unicodedata
 import zipfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "
 NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null"}
 
 Row = dict[str, str]  # of a table, by column
+_BETWEEN = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")  # two letters or digits
 _SEP_LINE = re.compile(r"sep=([,;\t])", re.IGNORECASE)  # what Excel writes above a table, for itself
 MOST_TITLE = 20  # lines above a header
 
@@ -82,6 +84,22 @@ def label_of(value: str | None) -> str | None:
     return None if text.lower() in NO_VALUE else text
 
 
+def number_of(text: str) -> float | None:
+    """A finite number; None for any other text, also for 1_000, which Python would read."""
+    try:
+        number = float(text.replace("_", "x"))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def spelling_of(label: str) -> str:
+    """The same for classes that differ in case, blanks, hyphens or the way of writing a number."""
+    folded = _BETWEEN.sub(" ", unicodedata.normalize("NFKC", label).casefold())
+    number = number_of(folded)
+    return folded if number is None else f"{number:g}"
+
+
 def fact_of(value: str | None) -> str | None:
     """What a table says of a file or a person: a sentinel is missing too."""
     text = (value or "").strip()
@@ -113,9 +131,8 @@ def spacing_of(value: str | None, where: str) -> tuple[float, float, float] | No
     except ValueError:
         d = h = w = math.nan
     if not all(0 < length < math.inf for length in (d, h, w)):
-        raise UserError(
-            f"{where}: spacing_mm: expected three lengths in mm above 0, D, H, W, found {value!r}"
-        )
+        expected = "expected three lengths in mm above 0, D, H, W"
+        raise UserError(f"{where}: spacing_mm: {expected}, found {value!r}")
     return d, h, w
 
 
@@ -147,9 +164,8 @@ def read_cells(
     """
     ending = url.lower().rpartition(".")[2]
     readers = {"parquet": _parquet_cells, "xlsx": _excel_cells, "xls": _excel_cells}
-    header, rows = (
-        readers[ending](url, options) if ending in readers else _text_cells(url, options, id_columns)
-    )
+    read = readers.get(ending)
+    header, rows = read(url, options) if read else _text_cells(url, options, id_columns)
     if not header:
         raise UserError(f"{url}: expected a table with a header line, found an empty one")
     for name, count in Counter(filter(None, header)).items():
@@ -158,16 +174,14 @@ def read_cells(
     for number, fields in rows.items():
         fields += [""] * (len(header) - len(fields) if is_padded else 0)
         if len(fields) != len(header):
-            raise UserError(
-                f"{url}: line {number}: expected {len(header)} fields, as in the header, found {len(fields)}"
-            )
+            expected = f"expected {len(header)} fields, as in the header"
+            raise UserError(f"{url}: line {number}: {expected}, found {len(fields)}")
     return header, rows
 
 
 def _below_title(lines: Iterable[list[str]]) -> int:
     """How many lines stand above the header: those with nothing after their first cell."""
-    wide = (place for place, line in enumerate(lines) if any(cell.strip() for cell in line[1:]))
-    return next(wide, 0)
+    return next((n for n, line in enumerate(lines) if any(cell.strip() for cell in line[1:])), 0)
 
 
 def _is_wide(lines: Sequence[Sequence[str]]) -> bool:

@@ -8,9 +8,7 @@ as NA are missing values: the text `none` is a class. Sex and dates are refused 
 from __future__ import annotations
 
 import logging
-import math
 import re
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -22,9 +20,11 @@ from data_setup.tables.text import (
     SIDE_COLUMNS,
     SIDES,
     label_of,
+    number_of,
     path_of,
     person_id_of,
     read_table,
+    spelling_of,
 )
 from utils.cli import require_folder
 from utils.config.load import storage_options_of
@@ -51,7 +51,6 @@ _ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
 _DATE_TEXT = re.compile(f"({'|'.join('[-./ ,]+'.join(order) for order in _ORDERS)})([T ,].*)?", re.IGNORECASE)
 _PLAIN_DATE = re.compile(rf"{_YEAR}(0[1-9]|1[0-2])(0[1-9]|[12]\d|3[01])")
 _WHOLE = re.compile(r"-?\d+\.0")
-_BETWEEN = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")  # two letters or digits
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 log = logging.getLogger(__name__)
 
@@ -185,9 +184,7 @@ def refuse_spellings(where: str, first_lines: Mapping[str, int]) -> None:
     """Raise UserError for two classes that differ in case, blanks, hyphens or the way of writing a number."""
     spellings: dict[str, str] = {}
     for text, line in first_lines.items():
-        folded = _BETWEEN.sub(" ", unicodedata.normalize("NFKC", text).casefold())
-        number = _number(folded)
-        other = spellings.setdefault(folded if number is None else f"{number:g}", text)
+        other = spellings.setdefault(spelling_of(text), text)
         if other != text:
             raise UserError(
                 f"{where}: expected one spelling of a class, found {other!r} in line {first_lines[other]} "
@@ -225,13 +222,13 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
     if len(texts) < len(cells):
         return None
     if task.kind == "regression":
-        number = _number(texts[0])
+        number = number_of(texts[0])
         if number is None:
             raise UserError(f"{where}: {task.label_column}: expected a number, found {texts[0]!r}")
         return (number,)
     if task.kind == "multilabel":
         for column, text in zip(known, texts, strict=True):
-            if _number(text) not in (0.0, 1.0):
+            if number_of(text) not in (0.0, 1.0):
                 raise UserError(f"{where}: {column}: expected 0 or 1, found {text!r}")
         return tuple(float(text) for text in texts)
     # an integer column with a gap is written as 1.0
@@ -242,15 +239,6 @@ def _value(task: TaskConfig, cells: Sequence[str], where: str) -> Value | None:
             f"({', '.join(known)}), found {texts[0]!r}"
         )
     return text
-
-
-def _number(text: str) -> float | None:
-    """A finite number; None for any other text, also for 1_000, which Python would read."""
-    try:
-        number = float(text.replace("_", "x"))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _numbered(

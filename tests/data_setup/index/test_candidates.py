@@ -25,9 +25,11 @@ from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 
+Capture = pytest.CaptureFixture[str]
+
 
 def test_headers_are_read_and_no_volume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """From a bucket, where each byte is a request's: a small share of large files."""
     voxels = speckle(60, 200, 200)
@@ -98,9 +100,7 @@ def test_tiff_pages_of_a_folder_and_tiff_volumes(tmp_path: Path) -> None:
     assert list(table(tmp_path / "manifest.tsv")) == ["pages/1004_l", *volumes]
 
 
-def test_other_images_and_another_xml_in_a_folder_of_b_scans(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_images_and_another_xml_in_a_folder_of_b_scans(tmp_path: Path, capsys: Capture) -> None:
     """The only numbered set is taken, and written down; two sets are left to the user."""
     write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
     for name in ("1_l", "2_l", "3_l"):
@@ -170,7 +170,7 @@ def test_a_folder_that_nobody_may_write_is_said_before_headers_are_read(
 
 
 def test_what_is_missing_is_said_with_the_place_to_write_it(
-    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tree: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     index(tree)
     text = capsys.readouterr().out
@@ -200,7 +200,7 @@ def test_what_is_missing_is_said_with_the_place_to_write_it(
     assert again[again.path == "images/1/visit1/OD"].spacing_before_d.tolist() == [0.24]
 
 
-def test_each_device_and_folder_has_its_own_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_device_and_folder_has_its_own_line(tmp_path: Path, capsys: Capture) -> None:
     """One YAML above them all would give three devices one spacing."""
     for folder, shape in {"erm": (6, 40, 36), "octa": (6, 30, 36), "hole": (6, 50, 50)}.items():
         write_images(tmp_path / folder / "1001" / "OD", speckle(*shape))
@@ -240,7 +240,7 @@ def no_measures(ds: FileDataset) -> None:
 
 @pytest.mark.parametrize("take", [no_distance, no_pixel_spacing, no_measures])
 def test_a_dicom_without_a_spacing_takes_that_of_its_row(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], take: Callable[[FileDataset], None]
+    tmp_path: Path, capsys: Capture, take: Callable[[FileDataset], None]
 ) -> None:
     def edit(ds: FileDataset) -> None:
         maker("MRN-0", "R")(ds)
@@ -281,9 +281,7 @@ def test_an_export_without_a_spacing_is_left_out(tmp_path: Path) -> None:
     assert table(tmp_path / "left_out.tsv")["ann/eye.xml"]["reason"] == "missing_spacing"
 
 
-def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(tmp_path: Path, capsys: Capture) -> None:
     root = tmp_path / "own scans"
     write_image_folders(root, range(1))
     write_images(root / "1", speckle(), first=1)

@@ -54,10 +54,10 @@ def compare_labels(
     lines[0] += f"; task.id_column={column}" if column not in _IDS else ""
     if strangers:
         lines.append(f"  warning: {len(strangers)} are not: {', '.join(named)}{more}")
-    if people & set(here) and (without := sorted(people - set(here))):
+    if not people.isdisjoint(here) and (without := sorted(people - set(here))):
         some = ", ".join(without[:_NAMED_IDS]) + (", ..." if len(without) > _NAMED_IDS else "")
         lines.append(f"  {len(without)} people of the tree have no line: {some}")
-    return lines + [f"  warning: {text}" for text in _doubts(header, rows, column)]
+    return lines + [f"  {text}" for text in _doubts(header, rows, column)]
 
 
 def _doubts(header: Sequence[str], rows: Mapping[int, Sequence[str]], id_column: str) -> list[str]:

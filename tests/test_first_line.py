@@ -32,7 +32,7 @@ FIRST_LINES = {  # command and words -> how its first line begins
     "finetuning.train --config configs/layers.yaml model.checkpoint=configs": "finetuning.train: configs/",
     "finetuning.evaluate --head configs": "finetuning.evaluate: configs;",
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs": "finetuning.compare: ",
-    "finetuning.predict --checkpoint configs --files no/scan --out no/out": "finetuning.predict: configs;",
+    "finetuning.predict --checkpoint configs --files README.md --out no/out": "finetuning.predict: configs;",
     "finetuning.embed --checkpoint configs --store no/store --out no/out": "finetuning.embed: configs;",
 }
 TABLE = "task.labels_path=no/table.csv"
@@ -47,7 +47,7 @@ REFUSED = {  # command and words -> what the one line says
     "finetuning.compare --config configs/cls_linear_probe.yaml --checkpoints configs no/run": "no/run",
     "finetuning.evaluate --head no/run": "no/run",
     "finetuning.predict --checkpoint no/run --out b --files no/scan": "no/run",
-    "finetuning.predict data.workers --checkpoint configs --out b --files no/scan": "data.workers",
+    "finetuning.predict data.workers --checkpoint configs --out b --files README.md": "data.workers",
     "finetuning.embed --checkpoint no/run --out b --store c": "no/run",
     "finetuning.embed --checkpoint configs --out b --store c data.workers": "data.workers",
     "pretraining.train --config configs/smoke_test.yaml optim.base_lrr=1": "optim.base_lrr",

@@ -164,7 +164,8 @@ def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
         edit = assign(SOPClassUID=uid)
         write_opt(tmp_path / "other", speckle(), name=name, edit=edit)
     (tmp_path / "truth").mkdir()
-    np.savez(tmp_path / "truth" / "1.2.3.npz", layers=speckle())
+    truth = {"surfaces": np.zeros((2, 6, 8), np.float32), "lesions": np.zeros(SHAPE, np.uint8)}
+    np.savez(tmp_path / "truth" / "1.2.3.npz", **truth)
     for places in (Places(files=[str(tmp_path)]), Places(dicoms=[str(tmp_path)])):
         assert set(named(places)) == {"retinal_oct/scan.dcm"}
         assert (

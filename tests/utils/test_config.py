@@ -432,7 +432,7 @@ def keys_read(source: str) -> set[str]:
                     names[node.arg] = by_class[part.id]
         elif isinstance(node, ast.Assign):
             to, of = node.targets[0], node.value
-            both = isinstance(to, ast.Tuple) and isinstance(of, ast.Tuple)
+            both = isinstance(to, ast.Tuple) and isinstance(of, ast.Tuple) and len(to.elts) == len(of.elts)
             for target, value in zip(to.elts, of.elts, strict=True) if both else [(to, of)]:
                 if (
                     isinstance(target, ast.Name)

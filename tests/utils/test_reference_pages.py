@@ -35,7 +35,10 @@ def help_pages() -> dict[str, HelpPage]:
     for room in ROOMS:
         for path in (ROOT / room).glob("**/*.py"):
             text = path.read_text()
-            named = re.findall(r'(?:parse_cli|parse_words|PeopleParser|answer_help)\(\s*"([\w.]+)"', text)
+            named = re.findall(
+                r'(?:parse_cli|parse_words|PeopleParser|answer_help|parse_config_or_head)\(\s*"([\w.]+)"',
+                text,
+            )
             page = help_page(ast.get_docstring(ast.parse(text)) or "") if named else None
             if page and page.examples:
                 pages |= dict.fromkeys(named, page)
@@ -64,7 +67,7 @@ def test_keys_that_matter_exist() -> None:
 
 def test_the_pages_of_docstrings_are_found() -> None:
     own = {"data_setup.export", "data_setup.index", "utils.doctor"}  # have their own --help
-    measuring = {"accelerator", "evidence", "phantom_difficulty", "phantom_truth", "tpu_fit"}
+    measuring = {"accelerator", "evidence", "phantom_difficulty", "phantom_truth", "same_eye", "tpu_fit"}
     assert set(PAGES) == COMMANDS - own | {f"benchmarks.{name}" for name in measuring}
     assert "train.max_steps" in PAGES["pretraining.train"].keys
     assert "Keys that matter" not in PAGES["pretraining.train"].details

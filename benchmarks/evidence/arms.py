@@ -36,7 +36,7 @@ BASE = (
     "train.log_every_steps=10",
     "train.keep_last=1",
     "train.use_bf16=false",
-    "val.max_volumes=256",
+    "val.max_volumes=64",
     "data.workers=0",
     "wandb.mode=disabled",
 )

@@ -37,9 +37,8 @@ MAP = 32  # the side of the coarse picture by which B-scans are compared
 FEWEST_COMPARED = 8  # B-scans
 ALIKE, NEARER = 0.9, 0.1  # correlations: neighbours of one scan, and by how much distant ones are below
 FEWEST_SORTED, FEWEST_CUTS, CUT_SHARE = 18, 3, 0.1  # B-scans; places between two that have nothing in common
-SEAM = (
-    0.15  # correlation: how far the only such place lies below all others; .04 in real eyes, .12 in phantoms
-)
+# Correlation: how far the only such place lies below all others; up to .04 in real eyes, .12 in phantoms
+SEAM = 0.15
 LEAST_NOISE = 0.5  # grey values: rounding alone makes 0.3
 # column -> (value that is worth 0, value that is worth 1)
 LIMITS = {

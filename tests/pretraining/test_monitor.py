@@ -389,7 +389,7 @@ COLLAPSES = [
     # little spread of features that are alike
     ([line(), *ALIKE], 3),
     ([line(), *ALIKE, *9 * [line()]], 3),
-    ([line()] + 9 * [line(**NARROW | {"feature_std": 0.35})], None),  # real eyes, useful features
+    ([line()] + 9 * [line(**NARROW | {"feature_std": 0.35})], None),  # real eyes have more
     ([line()] + 9 * [line(**NARROW | {"feature_cosine": 0.97})], None),
     ([line()] + 9 * [line(**NARROW | {"feature_cosine": None})], None),
 ]

@@ -232,7 +232,10 @@ def test_places_that_cannot_be_are_refused_before_torch_is_imported(
         with pytest.raises(UserError, match=f"{out}: expected a folder that can be written, found {what}"):
             EARLY[command](str(tmp_path / out), str(scan))
     require_folder("--out", "~nobody.has.this.name/out")  # as the shell takes it
-    check_task(PROBE, ["model.checkpoint=.", f"train.ckpt_dir={scan}"], is_training=False)  # what evaluates
+    words = ["model.checkpoint=.", f"train.ckpt_dir={scan}"]
+    check_task(PROBE, words, is_training=False)  # what evaluates reads it
+    with pytest.raises(UserError, match=r"train\.ckpt_dir .*found none"):
+        check_task(PROBE, words)
     if command == "predict":
         with pytest.raises(UserError, match="--fovea: expected centre, "):
             predict.main(["--checkpoint=.", "--fovea=middle", f"--out={tmp_path}", "--files", str(scan)])

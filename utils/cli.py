@@ -91,7 +91,7 @@ def add_image_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-encoder", metavar="FOLDER", help="a local Hugging Face image encoder")
     parser.add_argument("--image-size", type=int, help="of the square image it is given; default: its own")
     parser.add_argument(
-        "--image-blocks", default="", metavar="6,9,12", help="its blocks that are joined; default: the last"
+        "--image-blocks", default="", metavar="3,6,9", help="its blocks that are joined; default: the last"
     )
 
 

@@ -37,7 +37,7 @@ def image_encoder_of(args: argparse.Namespace) -> SliceEncoder | None:
     blocks = [word for word in args.image_blocks.split(",") if word]
     if not all(word.isdigit() for word in blocks) or (args.image_size or 1) < 1:
         raise UserError(
-            "--image-size, --image-blocks: expected a number above 0 and blocks such as 6,9,12, found "
+            "--image-size, --image-blocks: expected a number above 0 and blocks such as 3,6,9, found "
             f"{args.image_size} and {args.image_blocks}"
         )
     if args.image_encoder is None:

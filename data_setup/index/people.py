@@ -167,12 +167,13 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     if len(recur) <= len(set().union(*places.values())):
         people = [above[n] if n in above and _word_of(p[0]) in recur else p for n, p in enumerate(people)]
     studies = [_study(_parts(path, by_folder, channels)) for path, by_folder in paths]
-    below: dict[str, set[str]] = defaultdict(set)  # folder of no number -> the UIDs right below it
+    below: dict[tuple[str, str], dict[str, set[str]]] = {}  # (word or year, its place) -> folder -> UIDs
     for (person, top), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
-        if folder and top == folder.rpartition("/")[0] and re.fullmatch(r"\D+|(19|20)\d\d", person):
-            below[folder].add(uid)
-    several = {folder for folder, uids in below.items() if len(uids) > 1}
-    return [s if s and s[1] in several else p for p, s in zip(people, studies, strict=True)]
+        is_inside = folder.startswith(f"{top}/" if top else "") and folder
+        if is_inside and re.fullmatch(r"\D+|(19|20)\d\d", person):  # Glaucoma/OD/UID is below Glaucoma too
+            below.setdefault((person, top), defaultdict(set))[folder].add(uid)
+    words = {person for person, folders in below.items() if max(map(len, folders.values())) > 1}
+    return [s if s and p in words else p for p, s in zip(people, studies, strict=True)]
 
 
 def _study(names: _Names) -> tuple[str, str] | None:
@@ -182,8 +183,9 @@ def _study(names: _Names) -> tuple[str, str] | None:
 
 
 def is_study_of(folder: str, person: str) -> bool:
-    """Whether a person has the name of a study, and its folder perhaps the person's: Anna/1.2.8.1."""
-    is_person = not all(map(_MANY.fullmatch, _names(PurePosixPath(folder).name)))
+    """Whether a person has the name of a study, and its folder perhaps a person's: Anna/OD/1.2.8.1."""
+    nearest = next(filter(None, map(_names, reversed(PurePosixPath(folder).parts))), [])
+    is_person = not all(map(_MANY.fullmatch, nearest))
     return is_person and _UID.fullmatch(person.replace("_", ".")) is not None
 
 

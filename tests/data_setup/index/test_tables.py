@@ -375,6 +375,8 @@ def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
         ("Meier/1.2.8.1 Meier/1.2.8.2 Schulz/1.2.8.3 Schulz/1.2.8.4", "4 2"),
         ("2019/1.2.8.1 2019/1.2.8.2 2020/1.2.8.3 2020/1.2.8.4", "4 2"),
         ("Meier/1.2.8.1/1.2.8.7/a Meier/1.2.8.1/1.2.8.7/b Meier/1.2.8.2/1.2.8.9/a Eva/1.2.8.3/a", "3 2"),
+        ("Meier/OD/1.2.8.1 Meier/OD/1.2.8.2 Meier/OS/1.2.8.3 Eva/visit1/OD/1.2.8.4", "4 2"),
+        ("Eva/OD/1.2.8.1/a Eva/OS/1.2.8.2/a Schulz/OD/1.2.8.3/a", "2"),
     ],
 )
 def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(

@@ -25,6 +25,7 @@ from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
 from data_setup.store.summary import by_frequency, words
 from utils import storage
+from utils.cli import require_file
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError, shown
 from utils.storage.ranges import RangeFile
@@ -148,7 +149,8 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
 def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
     """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_TRY_AGAIN."""
     start = time.perf_counter()
-    options = cfg.data.storage_options
+    options, url = cfg.data.storage_options, json_url or storage.join(cfg.data.store, "check_report.json")
+    require_file("--json" if json_url else "data.store", url)
     listing = read_records(cfg)
     tree = list_tree(listing, options)
     audit = audit_files(listing, tree)
@@ -165,7 +167,6 @@ def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
     about: dict[str, Any] = {"tree": cfg.data.gcs_root, "skipped": listing.skipped}
     about |= {"split_source": listing.split_source, "seconds": seconds, "workers": workers}
     report = summarise(findings, about, audit["unused_missing"])
-    url = json_url or storage.join(cfg.data.store, "check_report.json")
     print(table(report), flush=True)  # first: the report may have no place to be written to
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
     say(f"report: {url}")

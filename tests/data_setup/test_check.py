@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -229,11 +230,18 @@ def test_what_prepare_would_open_as_dicom_is_opened(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_does_not_cost_the_verdict(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what can be no file is refused before a header is read."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(storage.StorageError, match=r"file/report\.json"):
-        run(good, tmp_path, "--json", str(tmp_path / "file" / "report.json"))
+    for place, message in ((tmp_path, "expected a file, found a folder"), (tmp_path / "file/a", "none at")):
+        with pytest.raises(UserError, match=f"--json {tmp_path}.*{message}"):
+            run(good, tmp_path, "--json", str(place))
+    assert "headers of 6 files" not in capsys.readouterr().out
+    fault = storage.StorageError("url", "no space")
+    monkeypatch.setattr(storage, "write_text", Mock(side_effect=fault))
+    with pytest.raises(storage.StorageError, match="no space"):
+        run(good, tmp_path)
     assert "nothing wrong in the headers of 6 files" in capsys.readouterr().out
 
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.early import wanted_checkpoint
+from finetuning.cohort.early import MAY_CHANGE, wanted_checkpoint
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
 from utils.config import load
@@ -36,8 +36,6 @@ INHERITED = ("data", "spatial", "augment", "model", "method")
 BEST_FIRST = ("best_probe.pt", "best_rankme.pt")
 NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 log = logging.getLogger(__name__)
-# what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
-MAY_CHANGE = ("data.", "eval.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
 PLAIN = "features are of plain volumes"
 ONE_FILE = "only head.pt is written"
 # key, or section with a dot at its end -> what is done instead
@@ -211,7 +209,7 @@ def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: 
 
 def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
     """The configuration of the head at `url` with the overrides; ConfigError for those of another head."""
-    cfg = overridden(trained, url, overrides, MAY_CHANGE)
+    cfg = overridden(trained, url, overrides, MAY_CHANGE["evaluate"])
     has_folds = cfg.task.kind in DENSE_KINDS or cfg.finetune.encoder == "frozen"
     if cfg.eval.protocol == "crossfit" and not has_folds:
         raise ConfigError(

@@ -42,6 +42,7 @@ from data_setup.resample import rule_of
 from data_setup.store.format import INDEX_COLUMNS, KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import source
+from finetuning.cohort.early import MAY_CHANGE
 from finetuning.embedding.scans import Places, find_scans, is_of
 from finetuning.embedding.stream import Fault, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import FileVolumes, Reject, StoreVolumes, Volume, Volumes
@@ -64,8 +65,6 @@ from utils.workers import in_threads
 ABOUT, TABLE, PATCHES = "embed.json", "features.parquet", "patches.zarr"
 FORMAT_VERSION = 1
 EMBEDDING = Work("finetuning.embed into this folder", "another --out")
-# of the checkpoint's configuration; the rest is what the encoder is
-MAY_CHANGE = ("data.", "train.use_bf16", "model.feature_blocks")
 END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
 log = logging.getLogger(__name__)
 
@@ -230,7 +229,7 @@ def embed(
     state = load_checkpoint(url, options)
     source.require_pretraining(state, url)
     words = [*overrides, *([f"data.store={store}"] if store else [])]
-    cfg = source.overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
+    cfg = source.overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE["embed"])
     cfg = source.on_own_endpoint(cfg, overrides)
     volumes = _volumes(cfg, state, url, store, places, out)
     in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -103,12 +103,16 @@ def changed_config(cfg: Config, overrides: Sequence[str], where: str) -> Config:
 
 
 def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
-    """data.storage_options of a command line, before its configuration is known; raises ConfigError."""
+    """data.storage_options of a command line, before its configuration is known; raises ConfigError for words
+    that no configuration takes.
+    """
     try:
-        wanted = OmegaConf.select(read_words(overrides), "data.storage_options") or {}
-        options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(StorageOptions), wanted))
+        words = read_words(overrides)
+        _check_shapes(Config, OmegaConf.to_container(words), "command line")
+        cfg = OmegaConf.merge(OmegaConf.structured(Config), words)
+        options = OmegaConf.to_object(cfg.data.storage_options)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"command line: data.storage_options: {_one_line(error)}") from error
+        raise ConfigError(f"command line: {_one_line(error)}") from error
     assert isinstance(options, StorageOptions)
     return options
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from finetuning.cohort.early import require_changes
 from utils.cli import announce, require_folder, require_there, run_cli
+from utils.config.load import require_changes
 from utils.help_pages import PeopleParser
 
 

@@ -269,8 +269,8 @@ LINES = {
     "data_setup": 16_707,
     "models": 5_496,
     "pretraining": 2_454,
-    "finetuning": 13_280,
-    "utils": 8_747,
+    "finetuning": 13_260,
+    "utils": 8_763,
     "benchmarks": 4_952,
     "tests": 43_535,
 }

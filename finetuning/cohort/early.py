@@ -13,27 +13,9 @@ from omegaconf import OmegaConf
 
 from finetuning.cohort.labels import check_table
 from utils.cli import AddArguments, parse_words, require_there
-from utils.config.load import storage_options_of
-from utils.config.schema import StorageOptions
+from utils.config.load import require_changes
 from utils.config.written import read_file, read_words
 from utils.errors import ConfigError, UserError
-
-# what may differ from the configuration that a head or a checkpoint was trained with, of each command
-MAY_CHANGE: dict[str, tuple[str, ...]] = {
-    "predict": ("data.", "train.use_bf16", "model.checkpoint"),
-    "embed": ("data.", "train.use_bf16", "model.feature_blocks"),
-    "evaluate": ("data.", "eval.", "run.", "task.labels_path", "task.id_column", "model.checkpoint"),
-}
-
-
-def require_changes(command: str, overrides: Sequence[str]) -> StorageOptions:
-    """data.storage_options of the words; raises ConfigError for one that is no key, or may not change."""
-    options, names = storage_options_of(overrides), MAY_CHANGE[command]
-    for word in overrides:
-        if not f"{word.partition('=')[0]}.".startswith(names):
-            expected = f"expected only changes of {', '.join(names)}, since the rest is as in training"
-            raise ConfigError(f"override {word!r}: {expected}, found another")
-    return options
 
 
 def is_task_file(path: str | Path) -> bool:

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.early import MAY_CHANGE, wanted_checkpoint
+from finetuning.cohort.early import wanted_checkpoint
 from utils import storage
 from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
 from utils.config import load
@@ -209,7 +209,7 @@ def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: 
 
 def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
     """The configuration of the head at `url` with the overrides; ConfigError for those of another head."""
-    cfg = overridden(trained, url, overrides, MAY_CHANGE["evaluate"])
+    cfg = overridden(trained, url, overrides, load.MAY_CHANGE["evaluate"])
     has_folds = cfg.task.kind in DENSE_KINDS or cfg.finetune.encoder == "frozen"
     if cfg.eval.protocol == "crossfit" and not has_folds:
         raise ConfigError(

@@ -42,7 +42,6 @@ from data_setup.resample import rule_of
 from data_setup.store.format import INDEX_COLUMNS, KEPT, NORMALISATION, geometry_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort import source
-from finetuning.cohort.early import MAY_CHANGE
 from finetuning.embedding.scans import Places, find_scans, is_of
 from finetuning.embedding.stream import Fault, read_ahead, rejected, tokens_of
 from finetuning.embedding.volumes import FileVolumes, Reject, StoreVolumes, Volume, Volumes
@@ -51,7 +50,7 @@ from models.probes.features import pool_tokens
 from models.vit3d import VisionTransformer3D
 from utils import storage
 from utils.checkpoint import load_checkpoint
-from utils.config.load import config_of_yaml, storage_options_of
+from utils.config.load import MAY_CHANGE, config_of_yaml, storage_options_of
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging

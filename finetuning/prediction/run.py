@@ -19,7 +19,6 @@ import numpy as np
 
 from data_setup.resample import rule_of
 from data_setup.store.format import KEPT, NORMALISATION, QUALITY_COLUMNS
-from finetuning.cohort.early import MAY_CHANGE
 from finetuning.cohort.ledger import values_digest
 from finetuning.cohort.source import encoder_place, on_own_endpoint, overridden
 from finetuning.dense.head import DenseHead, head_kind
@@ -36,7 +35,7 @@ from finetuning.prediction.lines import Line, Lines, write_study
 from finetuning.prediction.picture import plain_text
 from finetuning.prediction.predictors import DensePredictor, LabelPredictor, SlabPredictor, SurfacePredictor
 from utils import storage
-from utils.config.load import storage_options_of
+from utils.config.load import MAY_CHANGE, storage_options_of
 from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging

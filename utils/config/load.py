@@ -84,6 +84,12 @@ CHANGES_NO_NUMBER = (
     *("data.", "eval.", "probe.", "run.", "wandb."),
     *("optim.extend", "train.grad_accum_steps", "train.max_bad_steps", "train.shard_parameters"),
 )
+# What may differ from the configuration that a head or a checkpoint was trained with, of each command
+MAY_CHANGE: dict[str, tuple[str, ...]] = {
+    "predict": ("data.", "train.use_bf16", "model.checkpoint"),
+    "embed": ("data.", "train.use_bf16", "model.feature_blocks"),
+    "evaluate": ("data.", "eval.", "run.", "task.labels_path", "task.id_column", "model.checkpoint"),
+}
 log = logging.getLogger(__name__)
 
 
@@ -114,6 +120,16 @@ def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"command line: {_one_line(error)}") from error
     assert isinstance(options, StorageOptions)
+    return options
+
+
+def require_changes(command: str, overrides: Sequence[str]) -> StorageOptions:
+    """data.storage_options of the words; raises ConfigError for one that is no key, or may not change."""
+    options, names = storage_options_of(overrides), MAY_CHANGE[command]
+    for word in overrides:
+        if not f"{word.partition('=')[0]}.".startswith(names):
+            expected = f"expected only changes of {', '.join(names)}, since the rest is as in training"
+            raise ConfigError(f"override {word!r}: {expected}, found another")
     return options
 
 

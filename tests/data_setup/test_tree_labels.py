@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -475,6 +476,22 @@ def test_another_run_does_nothing(tree: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in rows}
     assert prepare.main([*words(tree), "--labels"]) == 0
     assert {p: p.stat().st_mtime_ns for p in rows} == before
+    first = rows[0].read_text()
+    version = json.loads(first)["source_version"]
+    rows[0].write_text(first.replace(version, version.partition(".")[0]))  # as an older program wrote it
+    assert prepare.main([*words(tree), "--labels"]) == 0
+    assert rows[0].read_text() == first
+    files = [tree / "labels0.npz", tree / "labels1" / "mask_0_of_eye.png", tree / "labels2.nii.gz"]
+    before = {p: p.stat().st_mtime_ns for p in rows}
+    with restored(*files):
+        for file in files:  # another one of the same size and time
+            times = file.stat()
+            file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert prepare.main([*words(tree), "--labels"]) == 0
+        changed = {p.name for p, time in before.items() if p.stat().st_mtime_ns != time}
+    assert changed == {f"{row:06d}.json" for row in range(3)}
+    assert prepare.main([*words(tree), "--labels"]) == 0
 
 
 def test_the_store_refuses_a_mix(tree: Path, tmp_path: Path) -> None:

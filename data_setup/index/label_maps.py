@@ -143,9 +143,9 @@ def _may_be_labels(
         return False
     if is_place_of_labels(entry.path):
         return entry.kind != "DICOM" or entry.is_row  # a name without an ending may be anything
-    if entry.kind == "DICOM" or not entry.is_row:
+    if not entry.is_row:
         return False
-    packed = (_PACKED_IMAGE if entry.kind == IMAGES else _PACKED) * np.prod(entry.shape or (0,))
+    packed = (_PACKED_IMAGE if entry.kind in ("DICOM", IMAGES) else _PACKED) * np.prod(entry.shape or (0,))
     if sum(sizes[path] for path in paths) < max(_SMALL, packed):
         return True
     middle = paths[len(paths) // 2]

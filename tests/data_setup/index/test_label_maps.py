@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydicom.uid import ExplicitVRLittleEndian, RLELossless
 from scipy.ndimage import gaussian_filter, median_filter
 
 from data_setup.phantom.cohort import make_participants
@@ -130,16 +131,19 @@ def eyes_of_any_brightness(root: Path) -> dict[str, str]:
     for name, values in changed.items():
         write_nifti(root / name / "OD.nii", np.clip(values, 0, 255).astype(np.uint8), SPACING)
         write_images(root / name / "OS", np.clip(values, 0, 255).astype(np.uint8), "jpg")
-    return {f"{name}/{eye}": "" for name in changed for eye in ("OD.nii", "OS")}
+        write_opt(root / name, np.clip(values, 0, 255).astype(np.uint8), name="OD.dcm", syntax=RLELossless)
+    return {f"{name}/{eye}": "" for name in changed for eye in ("OD.nii", "OS", "OD.dcm")}
 
 
 def of_dicom(root: Path) -> dict[str, str]:
     write_opt(root, speckle())
     mask = (LABELS > 1).astype(np.uint8) * 255
-    names = ("labels/eye.dcm", "eye_mask.dcm", "masks/eye.dcm")
-    for name, voxels in zip(names, (LABELS, LABELS, mask), strict=True):
+    named = {"labels/eye.dcm": LABELS, "eye_mask.dcm": LABELS, "masks/eye.dcm": mask}
+    unnamed = {"eye_2.dcm": layers(), "eye_3": layers() // 2 * 255, "1.2.8": layers().astype(np.uint16)}
+    for name, voxels in {**named, **unnamed, "eye_4.ima": layers() * 80}.items():
         (root / name).parent.mkdir(exist_ok=True)
-        Path(write_opt(root / "written", voxels)).rename(root / name)
+        syntax = RLELossless if name == "eye_4.ima" else ExplicitVRLittleEndian
+        Path(write_opt(root / "written", voxels, syntax=syntax)).rename(root / name)
     return {Path(write_opt(root, speckle())).name: ""}
 
 

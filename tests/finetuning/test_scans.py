@@ -154,8 +154,12 @@ def test_a_name_of_no_text_and_a_file_that_was_mended_are_scans(tmp_path: Path) 
 def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A whole tree in AI-READI's layout: its scans alone."""
+    """A whole tree in AI-READI's layout: its scans alone, also beside damaged files of other kinds."""
     write_opt(tmp_path / "retinal_oct", speckle(*SHAPE), name="scan.dcm", spacing=(0.4, 0.011, 0.12))
+    (tmp_path / "retinal_oct/manifest.tsv").write_text("person_id\tfilepath\n")
+    for name in ("retinal_octa/segmentation/x/cut.dcm", "retinal_photography/cfp/x/cut.dcm"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(128) + b"DICM")
     for name, uid in {
         "heights.dcm": HEIGHT_MAP_CLASS,
         "photo.dcm": PHOTOGRAPH,
@@ -169,7 +173,7 @@ def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
     for places in (Places(files=[str(tmp_path)]), Places(dicoms=[str(tmp_path)])):
         assert set(named(places)) == {"retinal_oct/scan.dcm"}
         assert (
-            "3 DICOM files that are no OCT volume, such as height maps, are left" in capsys.readouterr().out
+            "5 DICOM files that are no OCT volume, such as height maps, are left" in capsys.readouterr().out
         )
 
 

@@ -156,7 +156,7 @@ def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
 ) -> None:
     """A whole tree in AI-READI's layout: its scans alone, also beside damaged files of other kinds."""
     write_opt(tmp_path / "retinal_oct", speckle(*SHAPE), name="scan.dcm", spacing=(0.4, 0.011, 0.12))
-    (tmp_path / "retinal_oct/manifest.tsv").write_text("person_id\tfilepath\n")
+    (tmp_path / "retinal_oct/manifest.tsv").write_text("person_id\tfilepath\tdevice\tprotocol\n")
     for name in ("retinal_octa/segmentation/x/cut.dcm", "retinal_photography/cfp/x/cut.dcm"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(bytes(128) + b"DICM")

@@ -34,7 +34,8 @@ XML = "Heidelberg XML"
 WITHOUT_YAML = ("DICOM", XML)
 HEADED = (*WITHOUT_YAML, *kinds.HEADED)  # kinds whose header says the eye; of the others a YAML may
 STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
-_TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
+_BURNED = "BurnedInAnnotation"
+_TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName", _BURNED]
 # what anonymisers write into every file: the path says more
 _ANONYMOUS = re.compile(r"anon(ym(ous|i[sz]ed)?)?|de-?identified|redacted|removed", re.IGNORECASE)
 
@@ -80,6 +81,7 @@ class Entry:
     without_labels: str = ""  # why those of the file are not used
     etdrs: dict[str, float] = field(default_factory=dict)
     octa: OctaHeader | None = None
+    has_text: bool = False  # in its pixels, as the header says
 
     @property
     def is_row(self) -> bool:
@@ -190,6 +192,7 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
         entry = replace(entry, protocol=_name(words["ProtocolName"]) or entry.protocol)
     if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
         entry = replace(entry, facts={"age": years[1]})
+    entry = replace(entry, has_text=text[_BURNED] == "YES")
     return _with_id(entry, text["PatientID"] or None, rules)
 
 

@@ -18,7 +18,7 @@ from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
 from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms, write_image_folders
-from tests.support.dicom_factory import rows_down, speckle, write_opt
+from tests.support.dicom_factory import assign, rows_down, speckle, write_opt
 from tests.support.import_factory import write_heyex_body, write_images, write_nifti, write_ome, write_yaml
 from tests.support.pipeline_factory import ROOT
 from utils import storage
@@ -33,7 +33,8 @@ def test_headers_are_read_and_no_volume(
 ) -> None:
     """From a bucket, where each byte is a request's: a small share of large files."""
     voxels = speckle(60, 200, 200)
-    write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60))
+    edit = assign(BurnedInAnnotation="YES")
+    write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60), edit=edit)
     write_nifti(tmp_path / "1_l.nii", voxels, SPACING)
     write_images(tmp_path / "2_r", voxels)
     write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
@@ -56,7 +57,9 @@ def test_headers_are_read_and_no_volume(
         monkeypatch.setattr(f"data_setup.readers.{module}.read_bytes", read_bytes)
     index("memory://index", "--endpoint-url", "http://127.0.0.1:1")
     monkeypatch.undo()
-    (last,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    text = capsys.readouterr().out
+    assert "warning: BurnedInAnnotation is YES: 1 (eye.dcm): their text goes into the store" in text
+    (last,) = [line for line in text.splitlines() if line.startswith("next: ")]
     assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in last
     assert 0 < sum(fetched) < 0.1 * sum(storage.find_sizes("memory://index").values())
     rows = storage.read_text("memory://index/manifest.tsv").splitlines()

@@ -16,9 +16,10 @@ from tifffile import imwrite
 
 from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
+from tests.data_setup.dicom.reading import assign
 from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms, write_image_folders
-from tests.support.dicom_factory import assign, rows_down, speckle, write_opt
+from tests.support.dicom_factory import rows_down, speckle, write_opt
 from tests.support.import_factory import write_heyex_body, write_images, write_nifti, write_ome, write_yaml
 from tests.support.pipeline_factory import ROOT
 from utils import storage

@@ -20,12 +20,14 @@ from utils.errors import UserError
 
 _VISIT = re.compile(
     r"(?i)(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
-    r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
+    r"|week|year|day|tag|woche|monat|jahr|jour|mois|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
     r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|termin"
     r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]"
 )
 _PROTOCOL = re.compile(
     r"(?i)[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm"
+    r"|makula|fovea|papill[ae]|optic|nerve|sehnerv|heidelberg|spectralis|topcon|maestro2?|triton|zeiss|cirrus"
+    r"|optovue|avanti|nidek|canon"
 )
 # Folders of many people: a number in one of them is a person of its own.
 _MANY = re.compile(
@@ -42,6 +44,7 @@ _DATE = re.compile(  # with the time behind it
     rf"(?i)(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
     r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?"
 )
+_YEAR = re.compile(r"(19|20)\d\d(_(0?[1-9]|1[0-2]))?")  # or a month of it
 _TIME_POINT = re.compile(r"[mwdy](0|[1-9]\d?)", re.IGNORECASE)  # a month, week, day or year of a trial
 _TIME_POINTS = {0, 1, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 52, 60, 72, 96}
 _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
@@ -154,7 +157,8 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
             times[_word_of(person)].add(int(time[1]))
             number = r"\d"
         is_word = person in dates or not re.search(r"\d{3}", person)
-        if len(nearest) == 2 and is_word and re.search(number, nearest[1][0]):
+        is_above = len(nearest) == 2 and len(nearest[1][1]) < len(nearest[0][1])  # no file below its folder
+        if is_above and is_word and re.search(number, nearest[1][0]) and not _YEAR.fullmatch(nearest[1][0]):
             above[nth] = nearest[1]
             places[_word_of(person)].add("/".join(nearest[1][::-1]))
     is_of_files = all(one[1] == path.rpartition("/")[0] for (path, _), one in zip(paths, people, strict=True))

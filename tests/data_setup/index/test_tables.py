@@ -353,10 +353,18 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("P01/M0/OD P01/M6/OD P02/M0/OD P02/M12/OD", "P01 P01 P02 P02"),
         ("S1/M1/OD S1/M2/OD S2/M1/OD", "M1 M2 M1"),  # no months of a trial
         ("anna/stack.nii berta/stack.nii Smith_John/OD/stack.nii", "anna berta Smith_John"),
+        ("anna/IM01.dcm anna/IM02.dcm berta/OD/IM01.dcm", "anna anna berta"),
+        ("anna/1.2.8.1/IM01.dcm anna/1.2.8.1/IM02.dcm berta/1.2.8.2/IM01.dcm", "anna anna berta"),
+        ("anna/Tag1/IM01.dcm anna/Tag2/IM01.dcm berta/Tag1/IM01.dcm", "anna anna berta"),
+        ("2019/anna/OD 2020/anna/OD 2020/berta/OD", "anna anna berta"),
+        ("2019-03/anna/OD 2019-04/anna/OD 2019-04/berta/OD", "anna anna berta"),
+        ("1001/Cirrus/OD 1001/Spectralis/OD 1002/Cirrus/OD", "1001 1001 1002"),
+        ("anna/Cirrus/OD anna/Topcon_Triton/OD berta/Cirrus/OD", "anna anna berta"),
+        ("anna/Papille/OD anna/Fovea/OD berta/Papille/OD", "anna anna berta"),
     ],
 )
 def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
-    read = people_of_paths([(path, False) for path in paths.split()])
+    read = people_of_paths([(path, path.endswith(".dcm")) for path in paths.split()])
     assert [person for person, _ in read] == people.split()
 
 

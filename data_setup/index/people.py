@@ -126,7 +126,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     """`person_of_path` of all (path, by_folder) of a tree, with what only many paths show.
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
-    are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
+    are channels; a word that recurs below several numbered folders, such as Lens or Lens1, is no person.
     Nor are months (M0, M6, M12), the one word that all files have, and a word or a year above several UIDs.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
@@ -151,7 +151,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
         nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
         parents += nearest[1:]
-        # Fovea1 is no id beside 1001, P1 is one beside A2
+        # Lens1 is no id beside 1001, P1 is one beside A2
         number = r"\d{3}" if re.search(r"\d", person) else r"\d"
         if time := _TIME_POINT.fullmatch(person):
             times[_word_of(person)].add(int(time[1]))
@@ -194,7 +194,7 @@ def is_study_of(folder: str, person: str) -> bool:
 
 
 def _word_of(person: str) -> str:
-    """Without the number at its end: Fovea1 -> Fovea."""
+    """Without the number at its end: Lens1 -> Lens."""
     return re.sub(r"\d+$", "", person)
 
 
@@ -209,7 +209,7 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
     first is empty where no pattern says it.
 
     Best is the way with most people. Where one name is in several folders (DME/001, Normal/001) that is one
-    for each; of names without numbers (Anna/Fovea, Berta/Fovea) the folder's comes too.
+    for each; of names without numbers (Anna/Lens, Berta/Lens) the folder's comes too.
     """
     starts = ["^" + "[^/]+/" * level for level in range(max(path.count("/") for path in paths) + 1)]
     ends = (r"[^/]+?)(?:_0\d{3})?(?:\.[a-z]+)?\.\w+$", r"[^/_. -]+)[^/]*$")

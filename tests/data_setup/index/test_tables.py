@@ -342,7 +342,7 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("1003_0001.nii 1003_0002.nii", "1003_0001 1003_0002"),  # no 0000: not numbered as channels are
         ("mrn/10585581/OS mrn/20101213/OS mrn/30999999/OD", "10585581 20101213 30999999"),
         ("1003/20240131/OD 1003/20240228/OD", "1003 1003"),
-        ("1001/Fovea 1001/Disc 1002/Fovea 1002/Disc", "1001 1001 1002 1002"),
+        ("1001/Lens 1001/Disc 1002/Lens 1002/Disc", "1001 1001 1002 1002"),
         ("bonn/ann/OD koeln/ann/OD", "ann ann"),
         ("Meier/OD1 Meier/OS1 Schulz/OD1 Schulz/OS1", "Meier Meier Schulz Schulz"),
         ("1001/Fovea1 1001/Fovea2 1002/Fovea1", "1001 1001 1002"),
@@ -374,7 +374,7 @@ def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
         ("g0/0/OD g0/1/OD g1/0/OD g1/1/OD", "2 2"),
         ("DME/001/OD DME/002/OD Normal/001/OD Normal/003/OD", "3 4"),
         ("DME/001_OD DME/001_OS Normal/001_OS Normal/002_OS", "2 3"),
-        ("Anna/Fovea/1 Anna/Disc/1 Berta/Fovea/1 Berta/Disc/1", "3 2"),
+        ("Anna/Lens/1 Anna/Disc/1 Berta/Lens/1 Berta/Disc/1", "3 2"),
         ("Bonn/Anna/OD Bonn/Berta/OD Ulm/Anna/OD Ulm/Carl/OD", "3 4 2"),
         ("1.2.8.1/1.2.8.1.1/a 1.2.8.1/1.2.8.1.1/b 1.2.8.1/1.2.8.1.2/a 1.2.8.2/1.2.8.2.1/a", "2 3"),
         ("data/1.2.8.1/a data/1.2.8.2/a", "2"),

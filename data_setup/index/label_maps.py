@@ -40,7 +40,7 @@ _READ = (".nii", ".nii.gz", ".npz")  # and folders of PNG: what `label_volume` m
 _SURE = r"(label|mask)s?(maps?)?|segs?|segment(ed|ations?)|gts?|(ground)?truths?|annotat(ed|ions?)"
 _LABELS = re.compile(  # words of a name; a wrong one costs a look
     rf"{_SURE}|contours?|rois?|preds?|predict(ed|ions?)|manual|lesions?|layers?|binary|targets?"
-    r"|fluids?|irf|srf|ped|cysts?|prob(abilit(y|ies)|s)?|heatmaps?"
+    r"|fluids?|irf|srf|ped|cysts?|prob(abilit(y|ies)|s)?|heatmaps?|lbls?|annots?|consensus|expert|grader|rater"
 )
 _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|originals?")
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name

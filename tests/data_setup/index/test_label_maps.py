@@ -42,7 +42,12 @@ def folders_of_eyes(root: Path) -> dict[str, str]:
 def beside_each_other(root: Path) -> dict[str, str]:
     write_nifti(root / "1001/OD.nii.gz", speckle(), SPACING)
     write_nifti(root / "1001/OD_seg.nii.gz", (LABELS > 1).astype(np.int16), SPACING)
-    return {"1001/OD.nii.gz": "1001/OD_seg.nii.gz"}
+    pairs = {"1001/OD.nii.gz": "1001/OD_seg.nii.gz"}
+    for n, word in enumerate(("lbl", "consensus", "annot", "Grader"), 1002):
+        write_nifti(root / f"{n}/OD.nii.gz", speckle(seed=n), SPACING)
+        write_nifti(root / f"{n}/OD_{word}.nii.gz", LABELS, SPACING)
+        pairs[f"{n}/OD.nii.gz"] = f"{n}/OD_{word}.nii.gz"
+    return pairs
 
 
 def without_a_scan(root: Path) -> dict[str, str]:

@@ -167,8 +167,11 @@ def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
         record = replace(record, spacing_mm=None, volume_yaml=text)  # beneath the YAML files
     counts = np.zeros(256, int)
     num_pairs = num_same = num_jumps = 0  # neighbours, of which the first is no background
+    is_plain = False
     try:
-        for frame in open_record(record, options)[1]:
+        header, frames = open_record(record, options)
+        is_plain = header.is_plain
+        for frame in frames:
             counts += np.bincount(frame.ravel(), minlength=256)
             one, other = frame[:, :-1], frame[:, 1:]
             steps = np.maximum(one, other)[mask := one != counts.argmax()] - np.minimum(one, other)[mask]
@@ -178,7 +181,8 @@ def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
         by_content = (RejectReason.FEW_GREY_LEVELS, RejectReason.CONSTANT_VOLUME)
         by_place = entry.status != OK and is_place_of_labels(entry.path, _SURE)
         if is_named or error.reason != RejectReason.FEW_GREY_LEVELS:  # which a very dark scan has too
-            return EXACT if error.reason in by_content or by_place else None
+            is_black = is_plain and not is_named and error.reason == RejectReason.CONSTANT_VOLUME
+            return EXACT if (error.reason in by_content and not is_black) or by_place else None
     except StorageError:
         return None
     levels, same, jumps = np.flatnonzero(counts), *(n / max(1, num_pairs) for n in (num_same, num_jumps))

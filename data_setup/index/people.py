@@ -90,7 +90,7 @@ def matched_person(pattern: re.Pattern[str], path: str) -> str:
     match = pattern.search(path)
     if not match or not (match[1] or "").strip():
         raise UserError(f"--person: expected {pattern.pattern!r} in every path, found none in {path}")
-    return match[1]
+    return unicodedata.normalize("NFC", match[1])
 
 
 def digest_of(patient_id: str) -> str:

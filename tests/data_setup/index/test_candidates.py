@@ -16,6 +16,7 @@ from tifffile import imwrite
 
 from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
+from data_setup.index.people import matched_person
 from tests.data_setup.dicom.reading import assign
 from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms, write_image_folders
@@ -89,6 +90,7 @@ def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"folder dataset beside others, found eye\.nii beside it: move it"):
         index(tmp_path / "few")
     assert not list(tmp_path.rglob("manifest.tsv"))
+    assert matched_person(re.compile("(.*)/"), "Mu\u0308ller/x.dcm") == "M\u00fcller"  # as of a path
     assert index(tree / "images", "--person", r"^(\d+)/") == 0
     assert {row["person_id"] for row in table(tree / "images" / "manifest.tsv").values()} == {"0", "1", "2"}
 

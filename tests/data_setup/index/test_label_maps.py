@@ -124,7 +124,9 @@ def without_a_name(root: Path) -> dict[str, str]:
     for name in ("soft.nii", "soft.nii.gz"):
         write_nifti(root / "P2" / name, soft, SPACING)
     write_yaml(root / "P2/volume.yaml", value_range=[0, 1])
-    return {"P1/OD.nii": ""}
+    write_opt(root / "P3", 0 * speckle(), name="black.dcm")  # prepare says what it is
+    write_nifti(root / "P4/black.nii", 0 * speckle(), SPACING)
+    return {"P1/OD.nii": "", "P3/black.dcm": "", "P4/black.nii": ""}
 
 
 def eyes_of_any_brightness(root: Path) -> dict[str, str]:

@@ -20,14 +20,13 @@ instead: its one group is the person, as in --person '^([^/]+)/'.
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.label_maps import localizers, with_label_maps, with_layers
@@ -43,7 +42,7 @@ from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.tables.splits import TREE
 from data_setup.tables.text import read_cells
-from utils.cli import add_workers, announce
+from utils.cli import add_workers, announce, require_folder
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_TRY_AGAIN, UserError
 from utils.help_pages import Parser
@@ -155,8 +154,7 @@ def _check_places(tree: Tree, out: str) -> None:
             f"{root}: expected a tree without tables, found {TREE[0]}/manifest.tsv, so AI-READI's layout: "
             "see docs/start/dicoms.md, or give --out DIR"
         )
-    if Path(out).is_dir() and not os.access(out, os.W_OK):
-        raise UserError(f"{out}: expected a folder that can be written, found none; give --out DIR")
+    require_folder("--out", out)
     _check_tops(tree)
 
 

@@ -170,8 +170,8 @@ def test_a_folder_that_nobody_may_write_is_said_before_headers_are_read(
 ) -> None:
     write_nifti(tmp_path / "in" / "1001_OD.nii.gz", speckle(), SPACING)
     monkeypatch.setattr(cli, "look", lambda *_, **__: pytest.fail("a header was read"))
-    monkeypatch.setattr(cli.os, "access", lambda *_: False)
-    with pytest.raises(UserError, match="expected a folder that can be written, found none; give --out DIR"):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="expected a folder that can be written, found one without"):
         index(tmp_path / "in")
 
 

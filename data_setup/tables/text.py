@@ -29,8 +29,9 @@ D_ORDERS = {"superior_to_inferior": False, "inferior_to_superior": True, "unknow
 # Texts that the manifests of this family write where a file has no value; in a label they are a class.
 SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
 
-# What R, pandas and spreadsheets write for a missing value.
-NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null"}
+# What R, pandas, SAS and spreadsheets write for a missing value, and for one that could not be computed.
+NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null", "n.a.", ".", "?"}
+NO_VALUE |= {"#null!", "#div/0!", "#value!", "#ref!", "#name?", "#num!"}
 
 Row = dict[str, str]  # of a table, by column
 _BETWEEN = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")  # two letters or digits

@@ -142,9 +142,7 @@ def match_lines(
     listed = store.index[store.index["listed"]]
     by_status = listed.status == KEPT  # a kept row last: it counts before its copies
     listed = pd.concat([listed[~by_status], listed[by_status]])
-    times = Counter(listed.sop_instance_uid[listed.status == KEPT])  # of an anonymiser one for all perhaps
-    uids = zip(listed.sop_instance_uid, listed.row, strict=True)
-    by_uid = {uid: row for uid, row in uids if uid and times[uid] < 2}
+    by_uid = {uid: row for uid, row in zip(listed.sop_instance_uid, listed.row, strict=True) if uid}
     by_path = dict(zip(listed.path, listed.row, strict=True))
     kept = set(store.kept.tolist())
     of_row: dict[int, Mapping[str, str]] = {}

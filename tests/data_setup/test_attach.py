@@ -5,8 +5,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +18,7 @@ from data_setup.attach import heights as attach_heights
 from data_setup.attach.flow import CubeJob
 from data_setup.attach.grid import along_d
 from data_setup.attach.heights import MapJob
-from data_setup.attach.jobs import Job, correlation, edge_step, match_lines, of_protocols, to_turn
+from data_setup.attach.jobs import Job, correlation, edge_step, of_protocols, to_turn
 from data_setup.attach.stored import Stored, StoredFlow, StoredHeights, StoredLabels
 from data_setup.index import cli as index_command
 from data_setup.phantom.beside import SURFACES_OF
@@ -186,15 +184,6 @@ def test_a_manifest_that_links_nothing_is_an_error(plain: Path, tmp_path: Path, 
         lay(plain, mode, f"data.octa_manifest_path={tmp_path / 'm.tsv'}")
     assert lay(plain, mode) == 0
     pd.testing.assert_frame_equal(table_of(plain, mode), before)
-
-
-def test_a_uid_of_several_scans_finds_none_of_them() -> None:
-    """An anonymiser gave one to all: the path decides."""
-    columns = {"row": [0, 1], "path": ["a", "b"], "sop_instance_uid": "1.2", "status": "kept", "listed": True}
-    store: Any = SimpleNamespace(index=pd.DataFrame(columns), kept=np.arange(2))
-    line = {"uid": "1.2", "path": "a", "map": "x"}
-    rows, counts = match_lines(store, {1: line, 2: line | {"path": ""}}, ["map"], ("uid", "path"), ("", ""))
-    assert (rows, counts) == ({0: line}, {"scan_not_in_store": 1})
 
 
 def test_a_protocol_decides_where_its_clear_rows_agree() -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import nibabel as nib
 import numpy as np
@@ -16,7 +17,7 @@ from PIL import Image
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
-from data_setup.attach.labels import prepare_labels
+from data_setup.attach.labels import VolumeJob, prepare_labels
 from data_setup.attach.stored import OF_LABELS, StoredHeights, StoredLabels
 from data_setup.export.predictions import write_height_map
 from data_setup.readers.faults import OCTReadError
@@ -31,9 +32,10 @@ from tests.support.import_factory import (
     write_heidelberg,
     write_nifti,
 )
+from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import Config
-from utils.errors import UserError
+from utils.errors import EXIT_TRY_AGAIN, UserError
 
 SHAPE = (6, 20, 14)
 SPACING = (0.2, 0.01, 0.05)
@@ -410,6 +412,23 @@ def test_every_mismatch_is_counted_by_its_reason(
         assert len(StoredLabels.open(f"{small}/store").index) == 2
         assert report["label_surfaces"]["kept"] == 3
         assert StoredHeights.open(f"{small}/store").source == OF_LABELS
+
+
+def test_only_storage_that_is_away_is_to_be_tried_again(
+    small: Path, config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in place of a file, or a full disk, would be tried again for ever."""
+    with restored(small / "labels0.npz"):
+        (small / "labels0.npz").unlink()
+        (small / "labels0.npz").mkdir()
+        assert prepare_labels(config, 0) == 2
+        (small / "labels0.npz").rmdir()
+    assert "1 labels could not be read or written, run again; first: " in capsys.readouterr().err
+    monkeypatch.setattr(VolumeJob, "outcome", Mock(side_effect=storage.StorageAwayError("url", "gave up")))
+    with restored(*(small / "store" / "label_rows").iterdir()):
+        for path in (small / "store" / "label_rows").iterdir():
+            path.unlink()
+        assert prepare_labels(config, 0) == EXIT_TRY_AGAIN
 
 
 def test_surfaces_that_do_not_fit_are_counted_too(small: Path, config: Config) -> None:

@@ -22,7 +22,7 @@ from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
 from data_setup.tables.text import fact_of, person_id_of, twin_ids
 from utils.config.schema import StorageOptions
-from utils.storage import StorageError, join
+from utils.storage import StorageAwayError, StorageError, join
 from utils.storage.ranges import RangeFile
 
 OK = "ok"
@@ -81,6 +81,7 @@ class Entry:
     without_labels: str = ""  # why those of the file are not used
     etdrs: dict[str, float] = field(default_factory=dict)
     octa: OctaHeader | None = None
+    is_away: bool = False  # storage did not answer, but may later
     has_text: bool = False  # in its pixels, as the header says
 
     @property
@@ -127,7 +128,8 @@ def _look(
             return _octa(entry, error, record.url, candidate, options)
         return replace(entry, status=error.reason.value, message=error.detail)
     except StorageError as error:
-        return replace(entry, status=UNREAD, message=error.problem)
+        is_away = isinstance(error, StorageAwayError)
+        return replace(entry, status=UNREAD, message=error.problem, is_away=is_away)
     return entry
 
 
@@ -141,7 +143,8 @@ def _octa(
         reason = not_opt if error.reason == RejectReason.NOT_FLOW_CUBE else error
         return replace(entry, status=reason.reason.value, message=reason.detail)
     except StorageError as error:
-        return replace(entry, status=UNREAD, message=error.problem)
+        is_away = isinstance(error, StorageAwayError)
+        return replace(entry, status=UNREAD, message=error.problem, is_away=is_away)
     return replace(entry, kind=header.kind, status=OCTA, laterality=header.laterality or "", octa=header)
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -15,6 +16,7 @@ from pydicom.dataset import FileDataset
 
 from data_setup import check, prepare
 from data_setup.check import Finding
+from data_setup.index import cli as index
 from data_setup.phantom import __main__ as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy
@@ -243,6 +245,23 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_verdict(
     with pytest.raises(storage.StorageError, match="no space"):
         run(good, tmp_path)
     assert "nothing wrong in the headers of 6 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "code"), [(storage.StorageError, 2), (storage.StorageAwayError, 75)])
+def test_only_storage_that_is_away_is_to_be_tried_again(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[storage.StorageError], code: int
+) -> None:
+    """A file without permission is to mend, by the index too."""
+    read = storage.read_range
+
+    def read_range(url: str, *rest: Any) -> bytes:
+        if url.endswith(GOOD[2].path):
+            raise error(url, "no permission to read it")
+        return read(url, *rest)
+
+    monkeypatch.setattr(storage, "read_range", read_range)
+    assert run(good, tmp_path)[0] == code
+    assert index.main([str(good), "--workers", "0", "--out", str(tmp_path / "out")]) == code
 
 
 def test_a_long_header_is_read_to_its_end_and_no_further(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
 
 
 def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
-    """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD, or what unread files call for."""
+    """Look at the tree, print and write what is found; 0, EXIT_FOUND_BAD, or what unread files call for."""
     start = time.perf_counter()
     options, url = cfg.data.storage_options, json_url or storage.join(cfg.data.store, "check_report.json")
     require_file("--json" if json_url else "data.store", url)

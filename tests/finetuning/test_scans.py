@@ -148,7 +148,10 @@ def test_a_name_of_no_text_and_a_file_that_was_mended_are_scans(tmp_path: Path) 
     assert "P1/OS.nii.gz" in (tmp_path / "left_out.tsv").read_text()
     assert set(named(Places(files=[str(tmp_path)]))) == {"P1/OD.nii.gz", "P1/OS.nii.gz"}
     (tmp_path / odd).write_bytes(whole)
-    assert set(named(Places(files=[str(tmp_path)]))) == {"P1/OD.nii.gz", "P1/OS.nii.gz", odd}
+    images = f"P3/M{os.fsdecode(bytes([0xFC]))}ller"  # one scan, not one for each image
+    write_images(tmp_path / images, speckle(*SHAPE))
+    scans = {"P1/OD.nii.gz", "P1/OS.nii.gz", odd, images}
+    assert set(named(Places(files=[str(tmp_path)]))) == scans
 
 
 def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(

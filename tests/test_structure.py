@@ -269,7 +269,7 @@ LINES = {
     "data_setup": 16_760,
     "models": 5_496,
     "pretraining": 2_454,
-    "finetuning": 13_272,
+    "finetuning": 13_269,
     "utils": 8_763,
     "benchmarks": 4_952,
     "tests": 43_633,

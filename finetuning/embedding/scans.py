@@ -151,10 +151,7 @@ def _below(
     scans = [*listed, *(_of_entry(e, storage.join(place, e.path), e.path) for e in entries)]
     folders = [posixpath.dirname(path) for path in odd]  # of images each is one scan
     odd = [f if is_image(path) and _is_odd(f) else path for path, f in zip(odd, folders, strict=True)]
-    return [
-        *scans,
-        *(Scan(unknown_record(storage.join(place, path), path), path) for path in dict.fromkeys(odd)),
-    ]
+    return [*scans, *(Scan(unknown_record(storage.join(place, one)), one) for one in dict.fromkeys(odd))]
 
 
 def _itself(place: str, sizes: Mapping[str, int], options: StorageOptions) -> list[Entry]:

@@ -267,12 +267,12 @@ def test_every_marker_has_a_make_target() -> None:
 # that says why.
 LINES = {
     "data_setup": 16_760,
-    "models": 5_496,
+    "models": 5_497,
     "pretraining": 2_454,
-    "finetuning": 13_269,
-    "utils": 8_763,
+    "finetuning": 13_257,
+    "utils": 8_773,
     "benchmarks": 4_952,
-    "tests": 43_633,
+    "tests": 43_642,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

@@ -24,7 +24,7 @@ from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.early import wanted_checkpoint
 from utils import storage
-from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
+from utils.checkpoint import list_steps, load_checkpoint, require_pretraining
 from utils.config import load
 from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with, leaves
 from utils.config.written import read_file, read_words
@@ -34,7 +34,6 @@ from utils.storage.errors import split_scheme
 # sections of the checkpoint's configuration that a task goes on with
 INHERITED = ("data", "spatial", "augment", "model", "method")
 BEST_FIRST = ("best_probe.pt", "best_rankme.pt")
-NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 log = logging.getLogger(__name__)
 PLAIN = "features are of plain volumes"
 ONE_FILE = "only head.pt is written"
@@ -158,16 +157,6 @@ def warn_of_planes(store: PreparedStore, planes: str, url: str) -> None:
         log.warning(
             "%s: planes: expected %s, by which %s was trained, found %s: features may differ a little",
             *(store.url, planes, url, store.planes),
-        )
-
-
-def require_pretraining(state: dict[str, Any], url: str) -> None:
-    """Raise CheckpointError unless a loaded file is a checkpoint of pretraining.train."""
-    lost = [key for key in ("model", "config", "normalisation", "participants") if key not in state]
-    if lost:
-        kind = state.get("kind", "one with " + ", ".join(sorted(state)[:NAMED_KEYS]))
-        raise CheckpointError(
-            f"{url}: expected a checkpoint of pretraining.train, found no {', '.join(lost)} ({kind})"
         )
 
 

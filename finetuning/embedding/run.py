@@ -49,7 +49,7 @@ from finetuning.features.kept import pretrained_encoder, weights_digest
 from models.probes.features import pool_tokens
 from models.vit3d import VisionTransformer3D
 from utils import storage
-from utils.checkpoint import load_checkpoint
+from utils.checkpoint import load_checkpoint, require_pretraining
 from utils.config.load import MAY_CHANGE, config_of_yaml, storage_options_of
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
@@ -226,7 +226,7 @@ def embed(
     options = storage_options_of(overrides)
     url = source.find_checkpoint(checkpoint, options)
     state = load_checkpoint(url, options)
-    source.require_pretraining(state, url)
+    require_pretraining(state, url)
     words = [*overrides, *([f"data.store={store}"] if store else [])]
     cfg = source.overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE["embed"])
     cfg = source.on_own_endpoint(cfg, overrides)

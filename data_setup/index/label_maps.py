@@ -46,8 +46,9 @@ _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
 _CHANNEL = re.compile(r"_0\d{3}$")  # of nnU-Net
 _SMALL, _PIECE = 2**16, 2**16  # bytes: a file that is looked at whole; what is read of the others
-# Bytes for each voxel, of images and of others (floats), or for each byte of a piece once packed: of no scan
-_PACKED_IMAGE, _PACKED, _PLAIN = 0.1, 0.3, 0.2
+# Bytes for each voxel, of DICOM (lossy J2K of scans has more), images and others (floats), or for each byte of
+# a piece once packed: of no scan
+_PACKED, _PACKED_ELSE, _PLAIN = {"DICOM": 0.05, IMAGES: 0.1}, 0.3, 0.2
 _AXES = {"NumPy": "D, H, W", "MATLAB": "H, W, D"}  # where nothing says it, to compare neighbours
 # Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
@@ -145,7 +146,7 @@ def _may_be_labels(
         return entry.kind != "DICOM" or entry.is_row  # a name without an ending may be anything
     if not entry.is_row:
         return False
-    packed = (_PACKED_IMAGE if entry.kind in ("DICOM", IMAGES) else _PACKED) * np.prod(entry.shape or (0,))
+    packed = _PACKED.get(entry.kind, _PACKED_ELSE) * np.prod(entry.shape or (0,))
     if sum(sizes[path] for path in paths) < max(_SMALL, packed):
         return True
     middle = paths[len(paths) // 2]

@@ -46,7 +46,7 @@ _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
 _CHANNEL = re.compile(r"_0\d{3}$")  # of nnU-Net
 _SMALL, _PIECE = 2**16, 2**16  # bytes: a file that is looked at whole; what is read of the others
-# Bytes for each voxel, of DICOM (lossy J2K of scans has more), images and others (floats), or for each byte of
+# Bytes for each voxel, of DICOM (lossy scans have more), images and others (floats), or for each byte of
 # a piece once packed: of no scan
 _PACKED, _PACKED_ELSE, _PLAIN = {"DICOM": 0.05, IMAGES: 0.1}, 0.3, 0.2
 _AXES = {"NumPy": "D, H, W", "MATLAB": "H, W, D"}  # where nothing says it, to compare neighbours

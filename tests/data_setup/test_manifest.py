@@ -568,7 +568,7 @@ def test_only_a_manifest_at_its_own_place_may_lack_participants(tmp_path: Path) 
 
 
 def test_one_path_of_two_people_is_an_error(tmp_path: Path) -> None:
-    own_tree(tmp_path, ["1\ta.nii\td\tp", "1\ta.nii\td\tp", "2\ta.nii\td\tp"])
+    own_tree(tmp_path, ["1\ta.nii\td\tp", "1\ta.nii\td\tp", "2\t./a.nii\td\tp"])
     expected = r"line 4: expected 'a\.nii' in the rows of one person, found '1' and '2'"
     with pytest.raises(UserError, match=expected):
         read_records(own_config(tmp_path))

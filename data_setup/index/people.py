@@ -52,6 +52,7 @@ _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a p
 # `Patient1`: a name whatever is below it, but a longer number or another such name
 _PATIENT = re.compile(r"(?i)(pat(ient)?|sub(j(ect)?)?|participant|case|proband|pid|mrn)[-_ ]*\d+")
 _NOBODY = re.compile(r"horizontal|vertical|masks?|labels?|visit\d*|[vt]\d{1,2}", re.IGNORECASE)
+_FILE_NUMBER = re.compile(r"(?i)(im|img|image|i|z|dcm|dicom|file|frame|slice)_?\d+|\d{1,3}")  # IM0001
 _COPY = re.compile(  # what a file manager adds to the name of a copy
     r"(?i)^(kopie|cop(y|ie|ia))( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|cop(y|ie|ia))\b| \(\d+\)$"
 )
@@ -157,7 +158,8 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
             times[_word_of(person)].add(int(time[1]))
             number = r"\d"
         is_word = person in dates or not re.search(r"\d{3}", person)
-        is_above = len(nearest) == 2 and len(nearest[1][1]) < len(nearest[0][1])  # no file below its folder
+        # no file that is numbered below its folder
+        is_above = len(nearest) == 2 and not (by_folder and _FILE_NUMBER.fullmatch(nearest[1][0]))
         if is_above and is_word and re.search(number, nearest[1][0]) and not _YEAR.fullmatch(nearest[1][0]):
             above[nth] = nearest[1]
             places[_word_of(person)].add("/".join(nearest[1][::-1]))
@@ -269,6 +271,7 @@ def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:
 def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[tuple[str, str]]:
     """(person, folder) of the names that may be one, the best first."""
     most = len(max((above for _, above in names), key=len))
+    has_numbers = by_folder and _FILE_NUMBER.fullmatch("_".join(_names(names[-1][0], ids)) or "0")
     patient = next((n for n, (name, _) in enumerate(names) if _PATIENT.match(name)), len(names))
     for nth, (name, above) in enumerate(names):
         words = _names(name, ids)
@@ -276,7 +279,7 @@ def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[
             continue
         is_short = all(map(_SHORT.fullmatch, words))
         is_hidden = is_short and any(_hides(_names(f, ids), len(above) == most) for f in above)
-        if not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
+        if not is_hidden and (has_numbers or not all(map(_MANY.fullmatch, words))):
             yield "_".join(words), "/".join(above)
 
 

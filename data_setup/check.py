@@ -25,8 +25,9 @@ from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
 from data_setup.store.summary import by_frequency, words
 from utils import storage
+from utils.cli import require_file
 from utils.config.schema import Config, StorageOptions
-from utils.errors import EXIT_TRY_AGAIN, UserError, shown
+from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError, shown
 from utils.storage.ranges import RangeFile
 from utils.tables import Table, terminal
 from utils.terminal import say, track
@@ -60,6 +61,7 @@ class Finding:
     size: int = 0
     status: str = OK
     message: str | None = None
+    is_away: bool = False  # storage did not answer, but may later
     kind: str = "DICOM"
     header: OCTHeader | None = None
     fetched: int = 0  # bytes
@@ -124,7 +126,8 @@ def read_finding(finding: Finding, options: StorageOptions) -> Finding:
     except storage.StorageNotFoundError as error:
         finding = replace(finding, status=RejectReason.MISSING_FILE.value, message=error.problem)
     except storage.StorageError as error:
-        finding = replace(finding, status=UNREAD, message=error.problem)
+        is_away = isinstance(error, storage.StorageAwayError)
+        finding = replace(finding, status=UNREAD, message=error.problem, is_away=is_away)
     return replace(finding, fetched=file.fetched, requests=file.requests)
 
 
@@ -146,9 +149,10 @@ def list_findings(listing: RecordList, orphans: Sequence[str], tree: Tree) -> li
 
 
 def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
-    """Look at the tree, print the table, write the report; 0, EXIT_FOUND_BAD or EXIT_TRY_AGAIN."""
+    """Look at the tree, print and write what is found; 0, EXIT_FOUND_BAD, or what unread files call for."""
     start = time.perf_counter()
-    options = cfg.data.storage_options
+    options, url = cfg.data.storage_options, json_url or storage.join(cfg.data.store, "check_report.json")
+    require_file("--json" if json_url else "data.store", url)
     listing = read_records(cfg)
     tree = list_tree(listing, options)
     audit = audit_files(listing, tree)
@@ -165,7 +169,6 @@ def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
     about: dict[str, Any] = {"tree": cfg.data.gcs_root, "skipped": listing.skipped}
     about |= {"split_source": listing.split_source, "seconds": seconds, "workers": workers}
     report = summarise(findings, about, audit["unused_missing"])
-    url = json_url or storage.join(cfg.data.store, "check_report.json")
     print(table(report), flush=True)  # first: the report may have no place to be written to
     storage.write_text(url, json.dumps(report, indent=1) + "\n", options)
     say(f"report: {url}")
@@ -173,7 +176,7 @@ def check_tree(cfg: Config, workers: int, json_url: str | None) -> int:
         first = next(f for f in findings if f.status == UNREAD)
         message = f"{report['unread']} files could not be read, run again"
         say(f"error: {message}; first: {first.url}: {first.message}", file=sys.stderr)
-        return EXIT_TRY_AGAIN
+        return EXIT_TRY_AGAIN if any(f.is_away for f in findings) else EXIT_USER_ERROR
     return 0 if report["is_fine"] else EXIT_FOUND_BAD
 
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from utils import storage
-from utils.cli import run_cli
+from utils.cli import require_folder, run_cli
 from utils.config.schema import StorageOptions
 from utils.errors import EXIT_USER_ERROR, UserError
 from utils.help_pages import PeopleParser
@@ -337,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; 0, or EXIT_USER_ERROR when something of an archive is not in the tree."""
     args = _parse_arguments(argv)
     options = StorageOptions(endpoint_url=args.endpoint_url)
+    require_folder("--dst", args.dst)
     urls = find_archives(args.src, options)
     with _staging_folder(args.dst) as staging:
         expansion = Expansion(args, options, staging)

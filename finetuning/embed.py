@@ -22,7 +22,7 @@ import argparse
 from collections.abc import Sequence
 
 from utils.cli import announce, require_folder, require_there, run_cli
-from utils.config.load import storage_options_of
+from utils.config.load import require_changes
 from utils.help_pages import PeopleParser
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_there("--checkpoint", args.checkpoint)
     require_there("--files, --dicom", *args.files, *args.dicom, folder="a folder", of_all=False)
     require_folder("--out", args.out)
-    storage_options_of(args.overrides)  # refuses words that are no section.key=value
+    require_changes("embed", args.overrides)
     announce(f"finetuning.embed: {args.checkpoint}; the libraries load, which takes seconds")
     # here: torch takes seconds to import, and a reader process imports this module without it
     from finetuning.embedding.run import embed

@@ -43,7 +43,7 @@ import argparse
 from collections.abc import Sequence
 
 from utils.cli import announce, require_folder, require_there, run_cli
-from utils.config.load import storage_options_of
+from utils.config.load import require_changes
 from utils.help_pages import PeopleParser
 
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_there("--checkpoint", args.checkpoint)
     require_there("--files, --dicom", *args.files, *args.dicom, folder="a folder", of_all=False)
     require_folder("--out", args.out)
-    options = storage_options_of(args.overrides)  # refuses words that are no section.key=value
+    options = require_changes("predict", args.overrides)
     if args.fovea is not None:
         from finetuning.dense.surfaces import read_foveas
 

@@ -77,6 +77,16 @@ class LastWriteError(CheckpointError, TransientError):
     """A run's last checkpoint, not taken by storage that is away: the next start goes on before it."""
 
 
+def require_pretraining(state: dict[str, Any], url: str) -> None:
+    """Raise CheckpointError unless a loaded file is a checkpoint of pretraining.train."""
+    lost = [key for key in ("model", "config", "normalisation", "participants") if key not in state]
+    if lost:
+        kind = state.get("kind", "one with " + ", ".join(sorted(state)[:3]))
+        raise CheckpointError(
+            f"{url}: expected a checkpoint of pretraining.train, found no {', '.join(lost)} ({kind})"
+        )
+
+
 def load_checkpoint(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
     """Read and verify one checkpoint; adds its "checksum". Raises CheckpointError."""
     if not storage.exists(url, options):

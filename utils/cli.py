@@ -120,6 +120,13 @@ def require_folder(option: str, *places: str | None) -> None:
             raise UserError(f"{option} {place}: expected a folder that can be written, found {what}")
 
 
+def require_file(option: str, place: str) -> None:
+    """Raise UserError for an output on this machine that is a folder, or lies in none."""
+    if "://" not in place and os.path.isdir(place):
+        raise UserError(f"{option} {place}: expected a file, found a folder")
+    require_folder(option, os.path.dirname(place) or ".")
+
+
 def output_file(text: str) -> Path:
     """For argparse: a file that will be written after long work, so its folder must be there now."""
     path = Path(text)

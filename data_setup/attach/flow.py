@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ from data_setup.attach.jobs import (
 from data_setup.attach.stored import FLOW, SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, OctaHeader, read_octa, slab_of
+from data_setup.readers.open_record import with_ends
 from data_setup.resample import resample_frames
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
@@ -70,7 +71,10 @@ class CubeJob(Job):
                 facts.append([number, url, image.size, image.etag_or_mtime])
             except storage.StorageNotFoundError:
                 facts.append([number, url, None])
-        return {"source": hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        urls = [self.url, *(url for _, url in self.images)]
+        source = with_ends(replace(cube, etag_or_mtime=digest), urls, self.store.options)
+        return {"source": source.etag_or_mtime}
 
     def lay(self) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Cube uint8 [D, H, W] in the direction that fits the volume, images uint8 [slab, D, W], facts."""

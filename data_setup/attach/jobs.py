@@ -25,12 +25,13 @@ import pandas as pd
 
 from data_setup.attach.stored import Kind, SideWriter
 from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.open_record import with_ends
 from data_setup.store.format import KEPT
 from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, fact_of, path_of
 from utils import storage
-from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from utils.terminal import say, track
 from utils.workers import executor_of
 
@@ -67,7 +68,8 @@ class Job(ABC):
 
     def source(self) -> dict[str, Any]:
         """Columns that change with the file; raises OCTReadError, StorageError."""
-        source = storage.stat(self.url, self.store.options)
+        options = self.store.options
+        source = with_ends(storage.stat(self.url, options), [self.url], options)
         return {"source_size": source.size, "source_version": source.etag_or_mtime}
 
     @abstractmethod
@@ -113,9 +115,15 @@ class Job(ABC):
         if written["volume"] != self.store.index.checksum[self.row]:
             return False
         try:
-            return all(written[name] == value for name, value in self.source().items())
+            source = self.source()
         except (storage.StorageError, OCTReadError):
             return False  # `write` meets the same error and counts it
+        known = {name: written[name] for name in source}
+        older = source | {k: v.partition(".")[0] for k, v in source.items() if isinstance(v, str)}
+        if known == older != source:  # a row that knows no digest of the ends
+            rows = SideWriter(self.KIND, self.store.url, self.store.options).rows
+            rows.write(self.row, {**written, **source})
+        return known in (source, older)
 
 
 def match_lines(
@@ -168,8 +176,8 @@ def write(job: Job) -> None:
     SideWriter(job.KIND, job.store.url, job.store.options).write_row(job.row, arrays, fields)
 
 
-def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, list[str]]:
-    """Do the jobs of a kind whose rows are not done; (its table, what storage could not do, as texts). Then
+def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, list[storage.StorageError]]:
+    """Do the jobs of a kind whose rows are not done; (its table, what storage could not do). Then
     those again whose direction the scan does not decide, where the clear ones of the protocol turn them.
     """
     kind, store, rows = jobs[0].KIND, jobs[0].store, [job.row for job in jobs]
@@ -187,15 +195,15 @@ def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, lis
     return index, away
 
 
-def _write_all(jobs: Sequence[Job], workers: int, name: str, unit: str) -> list[str]:
-    """What storage could not do, as texts. Any other error is raised."""
-    away: list[str] = []
+def _write_all(jobs: Sequence[Job], workers: int, name: str, unit: str) -> list[storage.StorageError]:
+    """What storage could not do. Any other error is raised."""
+    away: list[storage.StorageError] = []
     with executor_of(workers) as pool:
         futures = [pool.submit(write, job) for job in jobs]
         for future in track(as_completed(futures), len(jobs), name, unit):
             error = future.exception()
             if isinstance(error, storage.StorageError):
-                away.append(str(error))
+                away.append(error)
             elif error is not None:
                 raise error
     return away
@@ -214,16 +222,23 @@ def mismatches(index: pd.DataFrame, counts: Mapping[str, int]) -> dict[str, int]
 
 
 def finish(
-    store: PreparedStore, mode: str, report: Mapping[str, Any], text: str, away: list[str], unit: str
+    store: PreparedStore,
+    mode: str,
+    report: Mapping[str, Any],
+    text: str,
+    away: Sequence[storage.StorageError],
+    unit: str,
 ) -> int:
     """Write the report of a mode and print its text; the exit code."""
     url = storage.join(store.url, f"{mode}_report.json")
     storage.write_text(url, json.dumps(report, indent=1) + "\n", store.options)
     print(text)
-    if away:
-        say(f"error: {len(away)} {unit} could not be read, run again; first: {away[0]}", file=sys.stderr)
-        return EXIT_TRY_AGAIN
-    return 0
+    if not away:
+        return 0
+    problem = f"{len(away)} {unit} could not be read or written, run again; first: {away[0]}"
+    say(f"error: {problem}", file=sys.stderr)
+    is_away = any(isinstance(error, storage.StorageAwayError) for error in away)
+    return EXIT_TRY_AGAIN if is_away else EXIT_USER_ERROR
 
 
 def edge_step(volume_DHW: np.ndarray, surface_DW: np.ndarray, spacing_h: float) -> float:

@@ -239,7 +239,7 @@ def prepare_labels(cfg: Config, workers: int) -> int:
         writer = SideWriter(part[0].KIND, store.url, store.options)
         writer.create(len(store.index), store.image_size, **given[column])
     report: dict[str, Any] = {"unread": 0, "without_labels": dict(sorted(counts.items()))}
-    away: list[str] = []
+    away: list[storage.StorageError] = []
     for column, part in parts.items():
         index, lost = run(part, workers, "volumes")
         away += lost

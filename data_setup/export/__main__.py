@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from utils.cli import run_cli
+from utils.cli import require_folder, run_cli
 from utils.config.schema import StorageOptions
 from utils.errors import UserError
 from utils.help_pages import Parser
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from utils.storage import exists, join, read_bytes, write_bytes
 
     options = StorageOptions(endpoint_url=args.endpoint_url)
+    require_folder("--out", args.out)
     files_of = {"nifti": nifti_files, "ome-tiff": ome_files}[args.format]
     if args.source:
         volumes = originals(args.source, args.root, args.names, options)

@@ -20,14 +20,13 @@ instead: its one group is the person, as in --person '^([^/]+)/'.
 """
 
 import argparse
-import os
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from data_setup.index.candidates import find_candidates
 from data_setup.index.label_maps import localizers, with_label_maps, with_layers
@@ -43,9 +42,9 @@ from data_setup.readers.faults import RejectReason
 from data_setup.store.format import UNREAD
 from data_setup.tables.splits import TREE
 from data_setup.tables.text import read_cells
-from utils.cli import add_workers, announce
+from utils.cli import add_workers, announce, require_folder
 from utils.config.schema import StorageOptions
-from utils.errors import EXIT_TRY_AGAIN, UserError
+from utils.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
 from utils.help_pages import Parser
 from utils.terminal import say, track
 from utils.workers import pool_of
@@ -77,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0, or EXIT_TRY_AGAIN when storage did not give some files; raises UserError."""
+    """Run the command; 0, or what files that storage did not give call for; raises UserError."""
     args = _parse(argv)
     if args.sets is not None:
         print("\n".join(describe(plug_of(args.sets)) if args.sets else overview()))
@@ -117,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     octa_lines = write_octa(out, entries, octa, options)
     octa_lines = [*octa_lines, *localizers(root, entries, options)]
     say(*summarise(root, out, entries, others, written, options, octa_lines, plug, labels))
-    return EXIT_TRY_AGAIN if any(entry.status == UNREAD for entry in entries) else 0
+    if any(entry.is_away for entry in entries):
+        return EXIT_TRY_AGAIN
+    return EXIT_USER_ERROR if any(entry.status == UNREAD for entry in entries) else EXIT_FINISHED
 
 
 def _show_readings(rows: Sequence[Entry]) -> None:
@@ -155,8 +156,7 @@ def _check_places(tree: Tree, out: str) -> None:
             f"{root}: expected a tree without tables, found {TREE[0]}/manifest.tsv, so AI-READI's layout: "
             "see docs/start/dicoms.md, or give --out DIR"
         )
-    if Path(out).is_dir() and not os.access(out, os.W_OK):
-        raise UserError(f"{out}: expected a folder that can be written, found none; give --out DIR")
+    require_folder("--out", out)
     _check_tops(tree)
 
 

@@ -40,14 +40,15 @@ _READ = (".nii", ".nii.gz", ".npz")  # and folders of PNG: what `label_volume` m
 _SURE = r"(label|mask)s?(maps?)?|segs?|segment(ed|ations?)|gts?|(ground)?truths?|annotat(ed|ions?)"
 _LABELS = re.compile(  # words of a name; a wrong one costs a look
     rf"{_SURE}|contours?|rois?|preds?|predict(ed|ions?)|manual|lesions?|layers?|binary|targets?"
-    r"|fluids?|irf|srf|ped|cysts?|prob(abilit(y|ies)|s)?|heatmaps?"
+    r"|fluids?|irf|srf|ped|cysts?|prob(abilit(y|ies)|s)?|heatmaps?|lbls?|annots?|consensus|expert|grader|rater"
 )
 _OF_SCANS = re.compile(r"images?|imgs?|b?scans?|volumes?|octs?|inputs?|raw|data|originals?")
 _BESIDE = re.compile(r"tr|ts|train|val|test|maps?|ground|b")  # of the same name
 _CHANNEL = re.compile(r"_0\d{3}$")  # of nnU-Net
 _SMALL, _PIECE = 2**16, 2**16  # bytes: a file that is looked at whole; what is read of the others
-# Bytes for each voxel, of images and of others (floats), or for each byte of a piece once packed: of no scan
-_PACKED_IMAGE, _PACKED, _PLAIN = 0.1, 0.3, 0.2
+# Bytes for each voxel, of DICOM (lossy scans have more), images and others (floats), or for each byte of
+# a piece once packed: of no scan
+_PACKED, _PACKED_ELSE, _PLAIN = {"DICOM": 0.05, IMAGES: 0.1}, 0.3, 0.2
 _AXES = {"NumPy": "D, H, W", "MATLAB": "H, W, D"}  # where nothing says it, to compare neighbours
 # Labels in JPEG have rings: 95 % of voxels near one of 8 peaks. So has many a scan; but beside the highest
 # peak, the background, at least half of labels is in the middle of a peak, and of scans up to 40 %.
@@ -143,9 +144,9 @@ def _may_be_labels(
         return False
     if is_place_of_labels(entry.path):
         return entry.kind != "DICOM" or entry.is_row  # a name without an ending may be anything
-    if entry.kind == "DICOM" or not entry.is_row:
+    if not entry.is_row:
         return False
-    packed = (_PACKED_IMAGE if entry.kind == IMAGES else _PACKED) * np.prod(entry.shape or (0,))
+    packed = _PACKED.get(entry.kind, _PACKED_ELSE) * np.prod(entry.shape or (0,))
     if sum(sizes[path] for path in paths) < max(_SMALL, packed):
         return True
     middle = paths[len(paths) // 2]
@@ -167,8 +168,11 @@ def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
         record = replace(record, spacing_mm=None, volume_yaml=text)  # beneath the YAML files
     counts = np.zeros(256, int)
     num_pairs = num_same = num_jumps = 0  # neighbours, of which the first is no background
+    is_plain = False
     try:
-        for frame in open_record(record, options)[1]:
+        header, frames = open_record(record, options)
+        is_plain = header.is_plain
+        for frame in frames:
             counts += np.bincount(frame.ravel(), minlength=256)
             one, other = frame[:, :-1], frame[:, 1:]
             steps = np.maximum(one, other)[mask := one != counts.argmax()] - np.minimum(one, other)[mask]
@@ -178,7 +182,8 @@ def _look(root: str, entry: Entry, options: StorageOptions) -> str | None:
         by_content = (RejectReason.FEW_GREY_LEVELS, RejectReason.CONSTANT_VOLUME)
         by_place = entry.status != OK and is_place_of_labels(entry.path, _SURE)
         if is_named or error.reason != RejectReason.FEW_GREY_LEVELS:  # which a very dark scan has too
-            return EXACT if error.reason in by_content or by_place else None
+            is_black = is_plain and not is_named and error.reason == RejectReason.CONSTANT_VOLUME
+            return EXACT if (error.reason in by_content and not is_black) or by_place else None
     except StorageError:
         return None
     levels, same, jumps = np.flatnonzero(counts), *(n / max(1, num_pairs) for n in (num_same, num_jumps))

@@ -22,7 +22,7 @@ from data_setup.readers.pixels import BoundedFile
 from data_setup.store.format import UNREAD
 from data_setup.tables.text import fact_of, person_id_of, twin_ids
 from utils.config.schema import StorageOptions
-from utils.storage import StorageError, join
+from utils.storage import StorageAwayError, StorageError, join
 from utils.storage.ranges import RangeFile
 
 OK = "ok"
@@ -34,7 +34,8 @@ XML = "Heidelberg XML"
 WITHOUT_YAML = ("DICOM", XML)
 HEADED = (*WITHOUT_YAML, *kinds.HEADED)  # kinds whose header says the eye; of the others a YAML may
 STAND_IN = (0.1, 0.003, 0.01)  # mm, to get past a missing spacing to the shape; written nowhere
-_TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName"]
+_BURNED = "BurnedInAnnotation"
+_TAGS = ["PatientID", "PatientAge", "Manufacturer", "ManufacturerModelName", "ProtocolName", _BURNED]
 # what anonymisers write into every file: the path says more
 _ANONYMOUS = re.compile(r"anon(ym(ous|i[sz]ed)?)?|de-?identified|redacted|removed", re.IGNORECASE)
 
@@ -80,6 +81,8 @@ class Entry:
     without_labels: str = ""  # why those of the file are not used
     etdrs: dict[str, float] = field(default_factory=dict)
     octa: OctaHeader | None = None
+    is_away: bool = False  # storage did not answer, but may later
+    has_text: bool = False  # in its pixels, as the header says
 
     @property
     def is_row(self) -> bool:
@@ -125,7 +128,8 @@ def _look(
             return _octa(entry, error, record.url, candidate, options)
         return replace(entry, status=error.reason.value, message=error.detail)
     except StorageError as error:
-        return replace(entry, status=UNREAD, message=error.problem)
+        is_away = isinstance(error, StorageAwayError)
+        return replace(entry, status=UNREAD, message=error.problem, is_away=is_away)
     return entry
 
 
@@ -139,7 +143,8 @@ def _octa(
         reason = not_opt if error.reason == RejectReason.NOT_FLOW_CUBE else error
         return replace(entry, status=reason.reason.value, message=reason.detail)
     except StorageError as error:
-        return replace(entry, status=UNREAD, message=error.problem)
+        is_away = isinstance(error, StorageAwayError)
+        return replace(entry, status=UNREAD, message=error.problem, is_away=is_away)
     return replace(entry, kind=header.kind, status=OCTA, laterality=header.laterality or "", octa=header)
 
 
@@ -190,6 +195,7 @@ def _with_dicom(entry: Entry, url: str, size: int, rules: Rules, options: Storag
         entry = replace(entry, protocol=_name(words["ProtocolName"]) or entry.protocol)
     if years := re.fullmatch(r"0*(\d{1,3})Y", text["PatientAge"]):
         entry = replace(entry, facts={"age": years[1]})
+    entry = replace(entry, has_text=text[_BURNED] == "YES")
     return _with_id(entry, text["PatientID"] or None, rules)
 
 

@@ -20,12 +20,14 @@ from utils.errors import UserError
 
 _VISIT = re.compile(
     r"(?i)(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
-    r"|week|year|day|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
+    r"|week|year|day|tag|woche|monat|jahr|jour|mois|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
     r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|termin"
     r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]"
 )
 _PROTOCOL = re.compile(
     r"(?i)[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm"
+    r"|makula|fovea|papill[ae]|optic|nerve|sehnerv|heidelberg|spectralis|topcon|maestro2?|triton|zeiss|cirrus"
+    r"|optovue|avanti|nidek|canon"
 )
 # Folders of many people: a number in one of them is a person of its own.
 _MANY = re.compile(
@@ -42,6 +44,7 @@ _DATE = re.compile(  # with the time behind it
     rf"(?i)(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
     r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?"
 )
+_YEAR = re.compile(r"(19|20)\d\d(_(0?[1-9]|1[0-2]))?")  # or a month of it
 _TIME_POINT = re.compile(r"[mwdy](0|[1-9]\d?)", re.IGNORECASE)  # a month, week, day or year of a trial
 _TIME_POINTS = {0, 1, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 52, 60, 72, 96}
 _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
@@ -49,6 +52,7 @@ _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a p
 # `Patient1`: a name whatever is below it, but a longer number or another such name
 _PATIENT = re.compile(r"(?i)(pat(ient)?|sub(j(ect)?)?|participant|case|proband|pid|mrn)[-_ ]*\d+")
 _NOBODY = re.compile(r"horizontal|vertical|masks?|labels?|visit\d*|[vt]\d{1,2}", re.IGNORECASE)
+_FILE_NUMBER = re.compile(r"(?i)(im|img|image|i|z|dcm|dicom|file|frame|slice)_?\d+|\d{1,3}")  # IM0001
 _COPY = re.compile(  # what a file manager adds to the name of a copy
     r"(?i)^(kopie|cop(y|ie|ia))( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|cop(y|ie|ia))\b| \(\d+\)$"
 )
@@ -87,7 +91,7 @@ def matched_person(pattern: re.Pattern[str], path: str) -> str:
     match = pattern.search(path)
     if not match or not (match[1] or "").strip():
         raise UserError(f"--person: expected {pattern.pattern!r} in every path, found none in {path}")
-    return match[1]
+    return unicodedata.normalize("NFC", match[1])
 
 
 def digest_of(patient_id: str) -> str:
@@ -123,7 +127,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     """`person_of_path` of all (path, by_folder) of a tree, with what only many paths show.
 
     Eight digits are no date where their neighbours are none; the last numbers `_0000`, `_0001` of one stem
-    are channels; a word that recurs below several numbered folders, such as Fovea or Fovea1, is no person.
+    are channels; a word that recurs below several numbered folders, such as Lens or Lens1, is no person.
     Nor are months (M0, M6, M12), the one word that all files have, and a word or a year above several UIDs.
     """
     neighbours: dict[str, set[str]] = defaultdict(set)
@@ -148,13 +152,15 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
         nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
         parents += nearest[1:]
-        # Fovea1 is no id beside 1001, P1 is one beside A2
+        # Lens1 is no id beside 1001, P1 is one beside A2
         number = r"\d{3}" if re.search(r"\d", person) else r"\d"
         if time := _TIME_POINT.fullmatch(person):
             times[_word_of(person)].add(int(time[1]))
             number = r"\d"
         is_word = person in dates or not re.search(r"\d{3}", person)
-        if len(nearest) == 2 and is_word and re.search(number, nearest[1][0]):
+        # no file that is numbered below its folder
+        is_above = len(nearest) == 2 and not (by_folder and _FILE_NUMBER.fullmatch(nearest[1][0]))
+        if is_above and is_word and re.search(number, nearest[1][0]) and not _YEAR.fullmatch(nearest[1][0]):
             above[nth] = nearest[1]
             places[_word_of(person)].add("/".join(nearest[1][::-1]))
     is_of_files = all(one[1] == path.rpartition("/")[0] for (path, _), one in zip(paths, people, strict=True))
@@ -167,12 +173,13 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     if len(recur) <= len(set().union(*places.values())):
         people = [above[n] if n in above and _word_of(p[0]) in recur else p for n, p in enumerate(people)]
     studies = [_study(_parts(path, by_folder, channels)) for path, by_folder in paths]
-    below: dict[str, set[str]] = defaultdict(set)  # folder of no number -> the UIDs right below it
+    below: dict[tuple[str, str], dict[str, set[str]]] = {}  # (word or year, its place) -> folder -> UIDs
     for (person, top), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
-        if folder and top == folder.rpartition("/")[0] and re.fullmatch(r"\D+|(19|20)\d\d", person):
-            below[folder].add(uid)
-    several = {folder for folder, uids in below.items() if len(uids) > 1}
-    return [s if s and s[1] in several else p for p, s in zip(people, studies, strict=True)]
+        is_inside = folder.startswith(f"{top}/" if top else "") and folder
+        if is_inside and re.fullmatch(r"\D+|(19|20)\d\d", person):  # Glaucoma/OD/UID is below Glaucoma too
+            below.setdefault((person, top), defaultdict(set))[folder].add(uid)
+    words = {person for person, folders in below.items() if max(map(len, folders.values())) > 1}
+    return [s if s and p in words else p for p, s in zip(people, studies, strict=True)]
 
 
 def _study(names: _Names) -> tuple[str, str] | None:
@@ -182,13 +189,14 @@ def _study(names: _Names) -> tuple[str, str] | None:
 
 
 def is_study_of(folder: str, person: str) -> bool:
-    """Whether a person has the name of a study, and its folder perhaps the person's: Anna/1.2.8.1."""
-    is_person = not all(map(_MANY.fullmatch, _names(PurePosixPath(folder).name)))
+    """Whether a person has the name of a study, and its folder perhaps a person's: Anna/OD/1.2.8.1."""
+    nearest = next(filter(None, map(_names, reversed(PurePosixPath(folder).parts))), [])
+    is_person = not all(map(_MANY.fullmatch, nearest))
     return is_person and _UID.fullmatch(person.replace("_", ".")) is not None
 
 
 def _word_of(person: str) -> str:
-    """Without the number at its end: Fovea1 -> Fovea."""
+    """Without the number at its end: Lens1 -> Lens."""
     return re.sub(r"\d+$", "", person)
 
 
@@ -203,7 +211,7 @@ def readings(paths: Sequence[str], people: Sequence[str]) -> list[tuple[str, int
     first is empty where no pattern says it.
 
     Best is the way with most people. Where one name is in several folders (DME/001, Normal/001) that is one
-    for each; of names without numbers (Anna/Fovea, Berta/Fovea) the folder's comes too.
+    for each; of names without numbers (Anna/Lens, Berta/Lens) the folder's comes too.
     """
     starts = ["^" + "[^/]+/" * level for level in range(max(path.count("/") for path in paths) + 1)]
     ends = (r"[^/]+?)(?:_0\d{3})?(?:\.[a-z]+)?\.\w+$", r"[^/_. -]+)[^/]*$")
@@ -263,6 +271,7 @@ def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:
 def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[tuple[str, str]]:
     """(person, folder) of the names that may be one, the best first."""
     most = len(max((above for _, above in names), key=len))
+    has_numbers = by_folder and _FILE_NUMBER.fullmatch("_".join(_names(names[-1][0], ids)) or "0")
     patient = next((n for n, (name, _) in enumerate(names) if _PATIENT.match(name)), len(names))
     for nth, (name, above) in enumerate(names):
         words = _names(name, ids)
@@ -270,7 +279,7 @@ def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[
             continue
         is_short = all(map(_SHORT.fullmatch, words))
         is_hidden = is_short and any(_hides(_names(f, ids), len(above) == most) for f in above)
-        if not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
+        if not is_hidden and (has_numbers or not all(map(_MANY.fullmatch, words))):
             yield "_".join(words), "/".join(above)
 
 

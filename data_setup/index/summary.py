@@ -169,9 +169,13 @@ def _set(plug: Plug, rows: Sequence[Entry]) -> list[str]:
 
 
 def _parts(rows: Sequence[Entry]) -> list[str]:
-    """The folders of which only a part of the images are taken for B-scans."""
+    """The folders of which only a part of the images are taken for B-scans; the files with text in them."""
     part = [f"{entry.path}/{entry.files}" for entry in rows if entry.files]
-    return [f"taken of folders with other images: {len(part)} ({_some(part)}): column files"] if part else []
+    lines = [f"taken of folders with other images: {len(part)} ({_some(part)}): column files"] if part else []
+    if texts := [entry for entry in rows if entry.has_text]:
+        stays = "their text goes into the store: docs/reference/privacy.md"
+        lines.append(f"warning: BurnedInAnnotation is YES: {len(texts)} ({_names(texts)}): {stays}")
+    return lines
 
 
 def _unused_labels(rows: Sequence[Entry]) -> list[str]:

@@ -177,7 +177,7 @@ def grey_frames(frames: Iterable[np.ndarray], header: OCTHeader) -> Iterator[np.
     seen = np.zeros(256, bool)
     top = 2**header.bits_stored - 1
     for count, frame in enumerate(frames, start=1):
-        if not header.is_plain:
+        if not header.is_plain or frame.dtype != np.uint8:
             slope, intercept = header.rescale
             values = frame if header.padding is None else frame[~_is_padding(frame, header.padding)]
             ends = np.array([values.min(), values.max()] if values.size else [0, 0], float)

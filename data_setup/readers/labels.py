@@ -27,6 +27,7 @@ from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.heights import read_stated_heights
 from data_setup.readers.images import MAX_PIXELS, is_image, ordered_images, upright
+from data_setup.readers.open_record import with_ends
 from data_setup.readers.sidecar import (
     MAX_VOLUME_BYTES,
     Sidecar,
@@ -121,7 +122,7 @@ def label_stat(
     with the YAML that may say its axes, and `facts` on which its direction depends.
     """
     if url.lower().endswith(_ONE_FILE):
-        return storage.stat(url, options)
+        return with_ends(storage.stat(url, options), [url], options)
     is_nifti = url.lower().endswith(_NIFTI)
     urls = [url] if is_nifti else _image_urls(url, options)
     stats = in_threads(lambda image: storage.stat(image, options), urls)
@@ -132,7 +133,7 @@ def label_stat(
                 lines.append(f"{yaml_url}\t{storage.stat(yaml_url, options).etag_or_mtime}\n")
         lines.append(facts)
     digest = hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
-    return ObjectStat(sum(s.size for s in stats), digest)
+    return with_ends(ObjectStat(sum(s.size for s in stats), digest), urls, options)
 
 
 def _arrays(url: str, names: Sequence[str], options: StorageOptions | None) -> dict[str, np.ndarray]:

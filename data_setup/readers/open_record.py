@@ -15,7 +15,7 @@ and photographs; and of any kind a pointer of git-lfs or git-annex in place of t
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -265,11 +265,20 @@ def _sources(record: Record, options: StorageOptions | None) -> list[str]:
 
 def source_digest(record: Record, options: StorageOptions | None = None) -> str:
     """Of both ends of a record's files on a disk, where another one of equal size and time may take the place
-    of one; "" in a bucket, which has versions. What cannot be read is left out: the reader names it.
+    of one; "" in a bucket, which has versions.
     """
-    if storage.is_remote(record.url):
-        return ""
-    urls, digest = _sources(record, options), hashlib.blake2b(digest_size=16)
+    return "" if storage.is_remote(record.url) else ends_digest(_sources(record, options), options)
+
+
+def with_ends(source: ObjectStat, urls: Sequence[str], options: StorageOptions | None = None) -> ObjectStat:
+    """Size and version of these files, with `ends_digest` on a disk."""
+    digest = "" if storage.is_remote(urls[0]) else ends_digest(urls, options)
+    return replace(source, etag_or_mtime=f"{source.etag_or_mtime}.{digest}".rstrip("."))
+
+
+def ends_digest(urls: Sequence[str], options: StorageOptions | None = None) -> str:
+    """Of both ends of files. What cannot be read is left out: the reader names it."""
+    digest = hashlib.blake2b(digest_size=16)
     count = max(_ENDS // len(urls), _LEAST_ENDS)
     for url in urls:
         with suppress(storage.StorageError):

@@ -88,6 +88,7 @@ class PixelLayout:
             "photometric_interpretation": self.photometric,
             "planar_configuration": self.planar_configuration,
             "pixel_keyword": "PixelData",
+            "correct_unused_bits": False,  # which cuts off what is above them: grey_frames refuses it
         }
 
 

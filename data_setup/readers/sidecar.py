@@ -32,7 +32,7 @@ from data_setup.readers.pixels import MAX_RATIO, PLAUSIBLE_VOLUME_BYTES
 from data_setup.tables.text import D_ORDERS, SIDES
 from utils.config.schema import StorageOptions
 from utils.config.written import AmbiguousYamlError, plain_yaml
-from utils.storage import StorageNotFoundError, join, read_bytes
+from utils.storage import StorageNotFoundError, is_vacant, join, read_bytes
 
 FOLDER_SIDECAR = "volume.yaml"
 MAX_SIDECAR_BYTES = 2**16
@@ -140,7 +140,9 @@ def read_sidecar(url: str, options: StorageOptions | None) -> Sidecar:
     try:
         data = read_bytes(url, options)
     except StorageNotFoundError:
-        return Sidecar()
+        if is_vacant(url, options):
+            return Sidecar()
+        raise OCTReadError(url, RejectReason.BAD_SIDECAR, "a file", "a pipe or a link to nowhere") from None
     return parse_sidecar(data, url)
 
 

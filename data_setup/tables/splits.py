@@ -27,7 +27,7 @@ from data_setup.tables.text import (
 )
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.storage import StorageNotFoundError
+from utils.storage import StorageNotFoundError, is_vacant
 
 SPLITS = ("train", "val", "test")
 FACTS = ("study_group", "clinical_site", "age")  # of a person
@@ -253,7 +253,7 @@ def eye_of(row: Mapping[str, str], where: str) -> str:
 
 
 def may_lack_participants(cfg: Config) -> bool:
-    """Whether the manifest is at another place and the participants would be at their usual one."""
-    root = cfg.data.gcs_root
+    """Whether the manifest is at another place, and nothing at all at the participants' usual one."""
+    root, url = cfg.data.gcs_root, cfg.data.participants_path
     is_own = cfg.data.manifest_path != f"{root}/{TREE[0]}/manifest.tsv"
-    return is_own and cfg.data.participants_path == f"{root}/participants.tsv"
+    return is_own and url == f"{root}/participants.tsv" and is_vacant(url, cfg.data.storage_options)

@@ -29,8 +29,9 @@ D_ORDERS = {"superior_to_inferior": False, "inferior_to_superior": True, "unknow
 # Texts that the manifests of this family write where a file has no value; in a label they are a class.
 SENTINELS = {"", "nan", "none", "null", "n/a", "not reported", "not provided", "varies by frame"}
 
-# What R, pandas and spreadsheets write for a missing value.
-NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null"}
+# What R, pandas, SAS and spreadsheets write for a missing value, and for one that could not be computed.
+NO_VALUE = {"", "na", "nan", "-nan", "nat", "n/a", "#n/a", "#na", "<na>", "null", "n.a.", ".", "?"}
+NO_VALUE |= {"#null!", "#div/0!", "#value!", "#ref!", "#name?", "#num!"}
 
 Row = dict[str, str]  # of a table, by column
 _BETWEEN = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")  # two letters or digits
@@ -143,16 +144,17 @@ def integer_of(value: str | None) -> int | None:
 
 
 def path_of(value: str | None) -> str | None:
-    """A path relative to the root, without a slash at its start; None in an empty cell. Blanks at its ends
+    """A path relative to the root, without / or ./ at its start; None in an empty cell. Blanks at its ends
     and names such as `none` are the file's: so the index writes what prepare finds.
     """
-    text = (value or "").strip("/").removeprefix("dataset/")
+    text = re.sub(r"^(\./+)+", "", (value or "").strip("/")).removeprefix("dataset/")
     return text if text.strip() and ".." not in text.split("/") else None
 
 
 def clean_path(value: str | None) -> str | None:
-    """The path in a cell that may say that there is none."""
-    return path_of(fact_of(value))
+    """The path in a cell that may say that there is none; ./ (of labels: the manifest's folder) stays."""
+    text = fact_of(value)
+    return f"./{path}" if (path := path_of(text)) and text and text.startswith("./") else path
 
 
 def read_cells(

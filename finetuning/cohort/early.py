@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from finetuning.cohort.labels import check_table
 from utils.cli import AddArguments, parse_words, require_there
+from utils.config.load import require_changes
 from utils.config.written import read_file, read_words
 from utils.errors import ConfigError, UserError
 
@@ -60,4 +61,6 @@ def parse_config_or_head(
     require_there("--head", asked.head)
     if asked.config:
         check_task(asked.config, asked.overrides, is_training=False)
+    else:
+        require_changes("evaluate", asked.overrides)
     return asked

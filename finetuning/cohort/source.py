@@ -24,7 +24,7 @@ from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.early import wanted_checkpoint
 from utils import storage
-from utils.checkpoint import CheckpointError, list_steps, load_checkpoint
+from utils.checkpoint import list_steps, load_checkpoint, require_pretraining
 from utils.config import load
 from utils.config.schema import DENSE_KINDS, Config, StorageOptions, keys_with, leaves
 from utils.config.written import read_file, read_words
@@ -34,10 +34,7 @@ from utils.storage.errors import split_scheme
 # sections of the checkpoint's configuration that a task goes on with
 INHERITED = ("data", "spatial", "augment", "model", "method")
 BEST_FIRST = ("best_probe.pt", "best_rankme.pt")
-NAMED_KEYS = 3  # of each kind, in the error about weights that do not fit
 log = logging.getLogger(__name__)
-# what may differ from the head's own configuration: where, whom and how to evaluate, never what the head is
-MAY_CHANGE = ("data.", "eval.", "run.", "task.labels_path", "task.id_column", "model.checkpoint")
 PLAIN = "features are of plain volumes"
 ONE_FILE = "only head.pt is written"
 # key, or section with a dot at its end -> what is done instead
@@ -163,16 +160,6 @@ def warn_of_planes(store: PreparedStore, planes: str, url: str) -> None:
         )
 
 
-def require_pretraining(state: dict[str, Any], url: str) -> None:
-    """Raise CheckpointError unless a loaded file is a checkpoint of pretraining.train."""
-    lost = [key for key in ("model", "config", "normalisation", "participants") if key not in state]
-    if lost:
-        kind = state.get("kind", "one with " + ", ".join(sorted(state)[:NAMED_KEYS]))
-        raise CheckpointError(
-            f"{url}: expected a checkpoint of pretraining.train, found no {', '.join(lost)} ({kind})"
-        )
-
-
 def encoder_place(overrides: Sequence[str]) -> str | None:
     """Where the command line says that a head's encoder lies now; opening the head compares checksums."""
     return OmegaConf.select(read_words(overrides), "model.checkpoint", default=None)
@@ -211,7 +198,7 @@ def overridden(trained: Config, url: str, overrides: Sequence[str], may_change: 
 
 def evaluated_config(trained: Config, url: str, overrides: Sequence[str]) -> Config:
     """The configuration of the head at `url` with the overrides; ConfigError for those of another head."""
-    cfg = overridden(trained, url, overrides, MAY_CHANGE)
+    cfg = overridden(trained, url, overrides, load.MAY_CHANGE["evaluate"])
     has_folds = cfg.task.kind in DENSE_KINDS or cfg.finetune.encoder == "frozen"
     if cfg.eval.protocol == "crossfit" and not has_folds:
         raise ConfigError(

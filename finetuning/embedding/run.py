@@ -49,8 +49,8 @@ from finetuning.features.kept import pretrained_encoder, weights_digest
 from models.probes.features import pool_tokens
 from models.vit3d import VisionTransformer3D
 from utils import storage
-from utils.checkpoint import load_checkpoint
-from utils.config.load import config_of_yaml, storage_options_of
+from utils.checkpoint import load_checkpoint, require_pretraining
+from utils.config.load import MAY_CHANGE, config_of_yaml, storage_options_of
 from utils.config.schema import Config, StorageOptions
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging
@@ -64,8 +64,6 @@ from utils.workers import in_threads
 ABOUT, TABLE, PATCHES = "embed.json", "features.parquet", "patches.zarr"
 FORMAT_VERSION = 1
 EMBEDDING = Work("finetuning.embed into this folder", "another --out")
-# of the checkpoint's configuration; the rest is what the encoder is
-MAY_CHANGE = ("data.", "train.use_bf16", "model.feature_blocks")
 END_PATIENCE_S = 24 * 3600.0  # the first process done waits for the last; torchrun ends all when one fails
 log = logging.getLogger(__name__)
 
@@ -228,9 +226,9 @@ def embed(
     options = storage_options_of(overrides)
     url = source.find_checkpoint(checkpoint, options)
     state = load_checkpoint(url, options)
-    source.require_pretraining(state, url)
+    require_pretraining(state, url)
     words = [*overrides, *([f"data.store={store}"] if store else [])]
-    cfg = source.overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE)
+    cfg = source.overridden(config_of_yaml(state["config"], url), url, words, MAY_CHANGE["embed"])
     cfg = source.on_own_endpoint(cfg, overrides)
     volumes = _volumes(cfg, state, url, store, places, out)
     in_group = int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -39,6 +40,7 @@ from utils.workers import count_loaders
 MANIFEST, LEFT_OUT = "manifest.tsv", "left_out.tsv"
 NO_SCANS = (OCTA, LABEL_MAP, RejectReason.NOT_OPT)  # whatever else the index left out may be mended by now
 MANIFESTS = (MANIFEST, f"{TREE[0]}/{MANIFEST}", f"dataset/{TREE[0]}/{MANIFEST}")
+_BESIDE = re.compile(r"(dataset/)?retinal_(?!oct/)\w+/")  # AI-READI's other kinds: maps, flow, photographs
 HEAD_BYTES = 132
 UNKNOWN = ("", "unknown")
 
@@ -122,11 +124,16 @@ def _of_file(place: str, options: StorageOptions) -> list[Scan]:
 def _below(
     place: str, sizes: Mapping[str, int], options: StorageOptions, workers: int, only_dicom: bool
 ) -> list[Scan]:
+    is_set = not sizes.keys().isdisjoint(MANIFESTS[1:])
+    beside = {path for path in sizes if is_set and _BESIDE.match(path)}
+    sizes = {path: size for path, size in sizes.items() if path not in beside}
     listed, known = _listed(place, sizes, options)
     odd = [path for path in sizes if _is_odd(path) and _may_be_scan(path, place, options, only_dicom)]
     entries, others = read_tree(place, sizes, Rules(), options, workers, known)
     entries = [entry for entry in entries if entry.status != NAME]
-    if elsewhere := [entry.path for entry in entries if entry.status in (OCTA, RejectReason.NOT_OPT)]:
+    elsewhere = [path for path in sorted(beside) if kind_by_name(path) == "DICOM"]
+    elsewhere += [entry.path for entry in entries if entry.status in (OCTA, RejectReason.NOT_OPT)]
+    if elsewhere:
         what = "DICOM files that are no OCT volume, such as height maps,"
         say(f"{len(elsewhere)} {what} are left out: {shown(', '.join(elsewhere[:3]))}")
         left_out = set(elsewhere)
@@ -142,7 +149,9 @@ def _below(
         if others["images beside the folders"]:
             entries += _itself(place, sizes, options)
     scans = [*listed, *(_of_entry(e, storage.join(place, e.path), e.path) for e in entries)]
-    return [*scans, *(Scan(unknown_record(storage.join(place, path)), path) for path in odd)]
+    folders = [posixpath.dirname(path) for path in odd]  # of images each is one scan
+    odd = [f if is_image(path) and _is_odd(f) else path for path, f in zip(odd, folders, strict=True)]
+    return [*scans, *(Scan(unknown_record(storage.join(place, one)), one) for one in dict.fromkeys(odd))]
 
 
 def _itself(place: str, sizes: Mapping[str, int], options: StorageOptions) -> list[Entry]:

@@ -40,13 +40,12 @@ from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
 from data_setup.transforms import identity_matrix, token_valid, voxel_valid
 from finetuning.cohort.ledger import volume_digests
-from finetuning.cohort.source import require_pretraining
 from models.probes.features import pool_tokens
 from models.vit3d import VisionTransformer3D
 from models.vjepa3d import build_encoder
 from models.weights.shape import num_prefix_of, with_features
 from utils import storage
-from utils.checkpoint import CheckpointError
+from utils.checkpoint import CheckpointError, require_pretraining
 from utils.config.load import flatten, keys_of_features
 from utils.config.schema import Config
 from utils.errors import UserError

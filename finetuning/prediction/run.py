@@ -35,7 +35,7 @@ from finetuning.prediction.lines import Line, Lines, write_study
 from finetuning.prediction.picture import plain_text
 from finetuning.prediction.predictors import DensePredictor, LabelPredictor, SlabPredictor, SurfacePredictor
 from utils import storage
-from utils.config.load import storage_options_of
+from utils.config.load import MAY_CHANGE, storage_options_of
 from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging
@@ -45,7 +45,6 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 from utils.terminal import say, track
 
-MAY_CHANGE = ("data.", "train.use_bf16", "model.checkpoint")  # the rest is what the head is
 SEGMENTATION = "segmentation"  # of task.kind
 FORMATS = dict.fromkeys(("nifti", NPZ, "png", "seg"), (SEGMENTATION, LAYERS)) | {HEIGHTMAP: (LAYERS,)}
 SCHEMA_VERSION = 2, 3  # of a line; 3: of surfaces or slabs, which before lay as the reader turns the file
@@ -74,7 +73,7 @@ def predict(wanted: str, asked: Asked, out: str, overrides: Sequence[str]) -> in
     _check(wanted, kind, asked._replace(form=form))
     opened = KINDS[kind].open_head if kind in KINDS else open_head
     head: Head | DenseHead = opened(wanted, storage_options_of(overrides), encoder_place(overrides))
-    cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE), overrides)
+    cfg = on_own_endpoint(overridden(head.cfg, head.url, overrides, MAY_CHANGE["predict"]), overrides)
     if head.state["normalisation"] != NORMALISATION:
         raise UserError(
             f"{head.url}: normalisation: expected {NORMALISATION}, found {head.state['normalisation']}"

@@ -47,7 +47,7 @@ from models.weights.shape import (
     some,
 )
 from utils import storage
-from utils.checkpoint import DAMAGE, CheckpointError, load_checkpoint, well_formed
+from utils.checkpoint import DAMAGE, CheckpointError, load_checkpoint, require_pretraining, well_formed
 from utils.config.load import config_of_yaml
 from utils.config.recipes import recipe_name
 from utils.config.schema import StorageOptions
@@ -268,6 +268,7 @@ def _hugging_face(url: str, config: dict[str, Any], tensors: dict[str, Tensor]) 
 
 def own_weights(url: str, state: dict[str, Any]) -> Weights:
     """Of the content of a checkpoint of ours; raises CheckpointError."""
+    require_pretraining(state, url)
     cfg = config_of_yaml(state["config"], url)
     parts: dict[str, dict[str, Tensor]] = {role: {} for role in ROLES}
     for name, tensor in state["model"].items():

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from pydicom.dataset import FileDataset
 
 from data_setup import check, prepare
 from data_setup.check import Finding
+from data_setup.index import cli as index
 from data_setup.phantom import __main__ as phantom
 from data_setup.readers.faults import RejectReason
 from tests.support.cloud_proxy import Proxy, fault_proxy
@@ -229,12 +232,36 @@ def test_what_prepare_would_open_as_dicom_is_opened(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_does_not_cost_the_verdict(
-    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And what can be no file is refused before a header is read."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(storage.StorageError, match=r"file/report\.json"):
-        run(good, tmp_path, "--json", str(tmp_path / "file" / "report.json"))
+    for place, message in ((tmp_path, "expected a file, found a folder"), (tmp_path / "file/a", "none at")):
+        with pytest.raises(UserError, match=f"--json {tmp_path}.*{message}"):
+            run(good, tmp_path, "--json", str(place))
+    assert "headers of 6 files" not in capsys.readouterr().out
+    fault = storage.StorageError("url", "no space")
+    monkeypatch.setattr(storage, "write_text", Mock(side_effect=fault))
+    with pytest.raises(storage.StorageError, match="no space"):
+        run(good, tmp_path)
     assert "nothing wrong in the headers of 6 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("error", "code"), [(storage.StorageError, 2), (storage.StorageAwayError, 75)])
+def test_only_storage_that_is_away_is_to_be_tried_again(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[storage.StorageError], code: int
+) -> None:
+    """A file without permission is to mend, by the index too."""
+    read = storage.read_range
+
+    def read_range(url: str, *rest: Any) -> bytes:
+        if url.endswith(GOOD[2].path):
+            raise error(url, "no permission to read it")
+        return read(url, *rest)
+
+    monkeypatch.setattr(storage, "read_range", read_range)
+    assert run(good, tmp_path)[0] == code
+    assert index.main([str(good), "--workers", "0", "--out", str(tmp_path / "out")]) == code
 
 
 def test_a_long_header_is_read_to_its_end_and_no_further(tmp_path: Path) -> None:

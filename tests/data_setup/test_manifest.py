@@ -1,5 +1,6 @@
 """Tables of cohorts as AI-READI writes them, a configuration that reads them, an audit of their files."""
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -554,6 +555,11 @@ def test_only_a_manifest_at_its_own_place_may_lack_participants(tmp_path: Path) 
         load_labels(own_config(tmp_path, "task.label_column=grade"))
     with pytest.raises(UserError, match=r"people\.tsv"):
         read_records(own_config(tmp_path, f"data.participants_path={tmp_path}/people.tsv"))
+    os.mkfifo(tmp_path / "participants.tsv")  # nobody's labels would be read
+    for read in (read_records, load_labels):
+        with pytest.raises(UserError, match=r"participants\.tsv: expected a file, found a named pipe"):
+            read(own_config(tmp_path))
+    (tmp_path / "participants.tsv").unlink()
     write_tree(tmp_path, [row("1001")], people_of("1001"))
     (tmp_path / "participants.tsv").unlink()
     for read in (read_records, load_labels):
@@ -562,7 +568,7 @@ def test_only_a_manifest_at_its_own_place_may_lack_participants(tmp_path: Path) 
 
 
 def test_one_path_of_two_people_is_an_error(tmp_path: Path) -> None:
-    own_tree(tmp_path, ["1\ta.nii\td\tp", "1\ta.nii\td\tp", "2\ta.nii\td\tp"])
+    own_tree(tmp_path, ["1\ta.nii\td\tp", "1\ta.nii\td\tp", "2\t./a.nii\td\tp"])
     expected = r"line 4: expected 'a\.nii' in the rows of one person, found '1' and '2'"
     with pytest.raises(UserError, match=expected):
         read_records(own_config(tmp_path))

@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import nibabel as nib
 import numpy as np
@@ -15,7 +17,7 @@ from PIL import Image
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
-from data_setup.attach.labels import prepare_labels
+from data_setup.attach.labels import VolumeJob, prepare_labels
 from data_setup.attach.stored import OF_LABELS, StoredHeights, StoredLabels
 from data_setup.export.predictions import write_height_map
 from data_setup.readers.faults import OCTReadError
@@ -30,9 +32,10 @@ from tests.support.import_factory import (
     write_heidelberg,
     write_nifti,
 )
+from utils import storage
 from utils.config.load import load_config
 from utils.config.schema import Config
-from utils.errors import UserError
+from utils.errors import EXIT_TRY_AGAIN, UserError
 
 SHAPE = (6, 20, 14)
 SPACING = (0.2, 0.01, 0.05)
@@ -411,6 +414,23 @@ def test_every_mismatch_is_counted_by_its_reason(
         assert StoredHeights.open(f"{small}/store").source == OF_LABELS
 
 
+def test_only_storage_that_is_away_is_to_be_tried_again(
+    small: Path, config: Config, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in place of a file, or a full disk, would be tried again for ever."""
+    with restored(small / "labels0.npz"):
+        (small / "labels0.npz").unlink()
+        (small / "labels0.npz").mkdir()
+        assert prepare_labels(config, 0) == 2
+        (small / "labels0.npz").rmdir()
+    assert "1 labels could not be read or written, run again; first: " in capsys.readouterr().err
+    monkeypatch.setattr(VolumeJob, "outcome", Mock(side_effect=storage.StorageAwayError("url", "gave up")))
+    with restored(*(small / "store" / "label_rows").iterdir()):
+        for path in (small / "store" / "label_rows").iterdir():
+            path.unlink()
+        assert prepare_labels(config, 0) == EXIT_TRY_AGAIN
+
+
 def test_surfaces_that_do_not_fit_are_counted_too(small: Path, config: Config) -> None:
     path, whole = small / "lines1.npz", surfaces_of(make_voxels(1))
     wrong = {
@@ -475,6 +495,22 @@ def test_another_run_does_nothing(tree: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in rows}
     assert prepare.main([*words(tree), "--labels"]) == 0
     assert {p: p.stat().st_mtime_ns for p in rows} == before
+    first = rows[0].read_text()
+    version = json.loads(first)["source_version"]
+    rows[0].write_text(first.replace(version, version.partition(".")[0]))  # as an older program wrote it
+    assert prepare.main([*words(tree), "--labels"]) == 0
+    assert rows[0].read_text() == first
+    files = [tree / "labels0.npz", tree / "labels1" / "mask_0_of_eye.png", tree / "labels2.nii.gz"]
+    before = {p: p.stat().st_mtime_ns for p in rows}
+    with restored(*files):
+        for file in files:  # another one of the same size and time
+            times = file.stat()
+            file.write_bytes(file.read_bytes()[:-8] + bytes(8))
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert prepare.main([*words(tree), "--labels"]) == 0
+        changed = {p.name for p, time in before.items() if p.stat().st_mtime_ns != time}
+    assert changed == {f"{row:06d}.json" for row in range(3)}
+    assert prepare.main([*words(tree), "--labels"]) == 0
 
 
 def test_the_store_refuses_a_mix(tree: Path, tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_another_question_needs_another_folder(
     (tmp_path / "embed.json").rename(tmp_path / "notes.txt")
     with pytest.raises(UserError, match="--out: expected a new folder or one of this command, found files"):
         main([*words, str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"model\.size: expected ti as in training, found s"):
+    with pytest.raises(ConfigError, match=r"model\.size=s.: expected only changes of data\., train"):
         main([*words, str(done), "model.size=s"])
     with pytest.raises(
         UserError, match=r"--dicom: expected a DICOM file or a folder, found none at .*absent"

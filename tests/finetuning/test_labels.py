@@ -290,7 +290,8 @@ def test_two_rows_that_differ_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["nan", "NaN", "NA", "N/A", "#N/A", "n/a", "NULL", "null", "<NA>", "NaT", " "]
+    "word",
+    ["nan", "NaN", "NA", "N/A", "#N/A", "n/a", "NULL", "null", "<NA>", "NaT", " ", "N.A.", "#REF!", ".", "?"],
 )
 def test_words_for_no_value_are_missing_and_none_is_a_class(
     tmp_path: Path, word: str, caplog: pytest.LogCaptureFixture

@@ -129,7 +129,7 @@ def test_files_get_the_scores_of_their_volumes_in_the_store(
         assert lines(tmp_path / "bf16")[0]["precision"] == "bfloat16"
         with pytest.raises(UserError, match="absent"):
             main([*same, f"model.checkpoint={tmp_path / 'absent.pt'}", "--dicom", paths[0]])
-        with pytest.raises(ConfigError, match=r"eval\.split: expected test as in training, found val"):
+        with pytest.raises(ConfigError, match=r"eval\.split=val.: expected only changes of data\., train"):
             main([*same, "eval.split=val", "--dicom", paths[0]])
     other = (out / "predictions.jsonl").read_text().replace(head.checksum, "0" * 64)
     (out / "predictions.jsonl").write_text(other)

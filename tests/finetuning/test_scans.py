@@ -148,14 +148,21 @@ def test_a_name_of_no_text_and_a_file_that_was_mended_are_scans(tmp_path: Path) 
     assert "P1/OS.nii.gz" in (tmp_path / "left_out.tsv").read_text()
     assert set(named(Places(files=[str(tmp_path)]))) == {"P1/OD.nii.gz", "P1/OS.nii.gz"}
     (tmp_path / odd).write_bytes(whole)
-    assert set(named(Places(files=[str(tmp_path)]))) == {"P1/OD.nii.gz", "P1/OS.nii.gz", odd}
+    images = f"P3/M{os.fsdecode(bytes([0xFC]))}ller"  # one scan, not one for each image
+    write_images(tmp_path / images, speckle(*SHAPE))
+    scans = {"P1/OD.nii.gz", "P1/OS.nii.gz", odd, images}
+    assert set(named(Places(files=[str(tmp_path)]))) == scans
 
 
 def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A whole tree in AI-READI's layout: its scans alone."""
+    """A whole tree in AI-READI's layout: its scans alone, also beside damaged files of other kinds."""
     write_opt(tmp_path / "retinal_oct", speckle(*SHAPE), name="scan.dcm", spacing=(0.4, 0.011, 0.12))
+    (tmp_path / "retinal_oct/manifest.tsv").write_text("person_id\tfilepath\tdevice\tprotocol\n")
+    for name in ("retinal_octa/segmentation/x/cut.dcm", "retinal_photography/cfp/x/cut.dcm"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(bytes(128) + b"DICM")
     for name, uid in {
         "heights.dcm": HEIGHT_MAP_CLASS,
         "photo.dcm": PHOTOGRAPH,
@@ -169,7 +176,7 @@ def test_height_maps_and_the_truth_of_a_phantom_are_no_scans(
     for places in (Places(files=[str(tmp_path)]), Places(dicoms=[str(tmp_path)])):
         assert set(named(places)) == {"retinal_oct/scan.dcm"}
         assert (
-            "3 DICOM files that are no OCT volume, such as height maps, are left" in capsys.readouterr().out
+            "5 DICOM files that are no OCT volume, such as height maps, are left" in capsys.readouterr().out
         )
 
 

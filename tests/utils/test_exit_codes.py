@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from data_setup import expand, prepare
+from data_setup.export import __main__ as volumes
 from data_setup.index import cli as index
 from data_setup.loader import LoaderError, LostWorkerError
 from data_setup.store.place import check_store
@@ -213,6 +214,9 @@ EARLY: dict[str, Callable[[str, str], object]] = {  # of an output, and of a sca
     "embed": lambda out, scan: embed.main(["--checkpoint=.", f"--out={out}", "--dicom", scan]),
     "export": lambda out, _: weights.parse(["export", "--checkpoint=.", f"--portable={out}"]),
     "train": lambda out, _: check_task(PROBE, ["model.checkpoint=.", f"run.dir={out}"]),
+    "index": lambda out, scan: index.main([str(Path(scan).parent), f"--out={out}"]),
+    "expand": lambda out, scan: expand.main([f"--src={scan}", f"--dst={out}"]),
+    "of store": lambda out, scan: volumes.main([scan, "0", "--format=nifti", f"--out={out}"]),
     "pretrain": lambda out, _: check_store(str(SMOKE), [f"train.ckpt_dir={out}"]),
 }
 

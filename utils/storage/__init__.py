@@ -112,6 +112,11 @@ def exists(url: str, options: StorageOptions | None = None) -> bool:
         return True
 
 
+def is_vacant(url: str, options: StorageOptions | None = None) -> bool:
+    """True when not even a link to nowhere is there, which `exists` leaves out; nor a pipe."""
+    return not (exists(url, options) if is_remote(url) else os.path.lexists(split_scheme(url)[1]))
+
+
 def read_bytes(url: str, options: StorageOptions | None = None) -> bytes:
     """The whole object; raises StorageError."""
     if is_remote(url):

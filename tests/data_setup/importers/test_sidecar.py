@@ -1,5 +1,7 @@
 """What a YAML says of a file, and how stored values become grey values."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,16 @@ def test_a_yaml_that_is_none_is_named(tmp_path: Path, text: str) -> None:
     folder = folder_of(tmp_path)
     (folder / "volume.yaml").write_text(text)
     assert reject(folder)[0] == RejectReason.BAD_SIDECAR
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("nowhere")])
+def test_a_yaml_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    """The one above it would count in its place."""
+    write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
+    folder = folder_of(tmp_path)
+    (folder / "volume.yaml").unlink()
+    make(folder / "volume.yaml")
+    refused(reject(folder), RejectReason.BAD_SIDECAR, "expected a file, found a pipe or a link")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from tifffile import imwrite
 
 from data_setup.index import cli
 from data_setup.index.candidates import find_candidates
+from data_setup.index.people import matched_person
+from tests.data_setup.dicom.reading import assign
 from tests.data_setup.importers.reading import SPACING
 from tests.data_setup.index.trees import index, maker, run_prepare, table, write_dicoms, write_image_folders
 from tests.support.dicom_factory import rows_down, speckle, write_opt
@@ -33,7 +35,8 @@ def test_headers_are_read_and_no_volume(
 ) -> None:
     """From a bucket, where each byte is a request's: a small share of large files."""
     voxels = speckle(60, 200, 200)
-    write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60))
+    edit = assign(BurnedInAnnotation="YES")
+    write_opt(tmp_path, voxels, name="eye.dcm", spacing=SPACING, references=rows_down(60), edit=edit)
     write_nifti(tmp_path / "1_l.nii", voxels, SPACING)
     write_images(tmp_path / "2_r", voxels)
     write_yaml(tmp_path / "volume.yaml", spacing_mm=list(SPACING))
@@ -56,7 +59,9 @@ def test_headers_are_read_and_no_volume(
         monkeypatch.setattr(f"data_setup.readers.{module}.read_bytes", read_bytes)
     index("memory://index", "--endpoint-url", "http://127.0.0.1:1")
     monkeypatch.undo()
-    (last,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    text = capsys.readouterr().out
+    assert "warning: BurnedInAnnotation is YES: 1 (eye.dcm): their text goes into the store" in text
+    (last,) = [line for line in text.splitlines() if line.startswith("next: ")]
     assert "data.storage_options.endpoint_url=http://127.0.0.1:1" in last
     assert 0 < sum(fetched) < 0.1 * sum(storage.find_sizes("memory://index").values())
     rows = storage.read_text("memory://index/manifest.tsv").splitlines()
@@ -85,6 +90,7 @@ def test_mistakes_are_one_line(tree: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"folder dataset beside others, found eye\.nii beside it: move it"):
         index(tmp_path / "few")
     assert not list(tmp_path.rglob("manifest.tsv"))
+    assert matched_person(re.compile("(.*)/"), "Mu\u0308ller/x.dcm") == "M\u00fcller"  # as of a path
     assert index(tree / "images", "--person", r"^(\d+)/") == 0
     assert {row["person_id"] for row in table(tree / "images" / "manifest.tsv").values()} == {"0", "1", "2"}
 
@@ -164,8 +170,8 @@ def test_a_folder_that_nobody_may_write_is_said_before_headers_are_read(
 ) -> None:
     write_nifti(tmp_path / "in" / "1001_OD.nii.gz", speckle(), SPACING)
     monkeypatch.setattr(cli, "look", lambda *_, **__: pytest.fail("a header was read"))
-    monkeypatch.setattr(cli.os, "access", lambda *_: False)
-    with pytest.raises(UserError, match="expected a folder that can be written, found none; give --out DIR"):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="expected a folder that can be written, found one without"):
         index(tmp_path / "in")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pydicom.uid import ExplicitVRLittleEndian, RLELossless
 from scipy.ndimage import gaussian_filter, median_filter
 
 from data_setup.phantom.cohort import make_participants
@@ -41,7 +42,12 @@ def folders_of_eyes(root: Path) -> dict[str, str]:
 def beside_each_other(root: Path) -> dict[str, str]:
     write_nifti(root / "1001/OD.nii.gz", speckle(), SPACING)
     write_nifti(root / "1001/OD_seg.nii.gz", (LABELS > 1).astype(np.int16), SPACING)
-    return {"1001/OD.nii.gz": "1001/OD_seg.nii.gz"}
+    pairs = {"1001/OD.nii.gz": "1001/OD_seg.nii.gz"}
+    for n, word in enumerate(("lbl", "consensus", "annot", "Grader"), 1002):
+        write_nifti(root / f"{n}/OD.nii.gz", speckle(seed=n), SPACING)
+        write_nifti(root / f"{n}/OD_{word}.nii.gz", LABELS, SPACING)
+        pairs[f"{n}/OD.nii.gz"] = f"{n}/OD_{word}.nii.gz"
+    return pairs
 
 
 def without_a_scan(root: Path) -> dict[str, str]:
@@ -118,7 +124,9 @@ def without_a_name(root: Path) -> dict[str, str]:
     for name in ("soft.nii", "soft.nii.gz"):
         write_nifti(root / "P2" / name, soft, SPACING)
     write_yaml(root / "P2/volume.yaml", value_range=[0, 1])
-    return {"P1/OD.nii": ""}
+    write_opt(root / "P3", 0 * speckle(), name="black.dcm")  # prepare says what it is
+    write_nifti(root / "P4/black.nii", 0 * speckle(), SPACING)
+    return {"P1/OD.nii": "", "P3/black.dcm": "", "P4/black.nii": ""}
 
 
 def eyes_of_any_brightness(root: Path) -> dict[str, str]:
@@ -130,16 +138,19 @@ def eyes_of_any_brightness(root: Path) -> dict[str, str]:
     for name, values in changed.items():
         write_nifti(root / name / "OD.nii", np.clip(values, 0, 255).astype(np.uint8), SPACING)
         write_images(root / name / "OS", np.clip(values, 0, 255).astype(np.uint8), "jpg")
-    return {f"{name}/{eye}": "" for name in changed for eye in ("OD.nii", "OS")}
+        write_opt(root / name, np.clip(values, 0, 255).astype(np.uint8), name="OD.dcm", syntax=RLELossless)
+    return {f"{name}/{eye}": "" for name in changed for eye in ("OD.nii", "OS", "OD.dcm")}
 
 
 def of_dicom(root: Path) -> dict[str, str]:
     write_opt(root, speckle())
     mask = (LABELS > 1).astype(np.uint8) * 255
-    names = ("labels/eye.dcm", "eye_mask.dcm", "masks/eye.dcm")
-    for name, voxels in zip(names, (LABELS, LABELS, mask), strict=True):
+    named = {"labels/eye.dcm": LABELS, "eye_mask.dcm": LABELS, "masks/eye.dcm": mask}
+    unnamed = {"eye_2.dcm": layers(), "eye_3": layers() // 2 * 255, "1.2.8": layers().astype(np.uint16)}
+    for name, voxels in {**named, **unnamed, "eye_4.ima": layers() * 80}.items():
         (root / name).parent.mkdir(exist_ok=True)
-        Path(write_opt(root / "written", voxels)).rename(root / name)
+        syntax = RLELossless if name == "eye_4.ima" else ExplicitVRLittleEndian
+        Path(write_opt(root / "written", voxels, syntax=syntax)).rename(root / name)
     return {Path(write_opt(root, speckle())).name: ""}
 
 

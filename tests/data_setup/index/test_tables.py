@@ -342,7 +342,7 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("1003_0001.nii 1003_0002.nii", "1003_0001 1003_0002"),  # no 0000: not numbered as channels are
         ("mrn/10585581/OS mrn/20101213/OS mrn/30999999/OD", "10585581 20101213 30999999"),
         ("1003/20240131/OD 1003/20240228/OD", "1003 1003"),
-        ("1001/Fovea 1001/Disc 1002/Fovea 1002/Disc", "1001 1001 1002 1002"),
+        ("1001/Lens 1001/Disc 1002/Lens 1002/Disc", "1001 1001 1002 1002"),
         ("bonn/ann/OD koeln/ann/OD", "ann ann"),
         ("Meier/OD1 Meier/OS1 Schulz/OD1 Schulz/OS1", "Meier Meier Schulz Schulz"),
         ("1001/Fovea1 1001/Fovea2 1002/Fovea1", "1001 1001 1002"),
@@ -353,10 +353,22 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("P01/M0/OD P01/M6/OD P02/M0/OD P02/M12/OD", "P01 P01 P02 P02"),
         ("S1/M1/OD S1/M2/OD S2/M1/OD", "M1 M2 M1"),  # no months of a trial
         ("anna/stack.nii berta/stack.nii Smith_John/OD/stack.nii", "anna berta Smith_John"),
+        ("anna/IM01.dcm anna/IM02.dcm berta/OD/IM01.dcm", "anna anna berta"),
+        ("anna/1.2.8.1/IM01.dcm anna/1.2.8.1/IM02.dcm berta/1.2.8.2/IM01.dcm", "anna anna berta"),
+        ("anna/1.dcm anna/2.dcm berta/1.dcm", "anna anna berta"),
+        ("Glaucoma/1001_OD.dcm Glaucoma/1002_OD.dcm dry/1003_OD.dcm dry/1004_OS.dcm", "1001 1002 1003 1004"),
+        ("AMD/1001.dcm AMD/1002_OS.dcm test/normal/1003.dcm", "1001 1002 1003"),
+        ("AMD/anna/IM1.dcm AMD/anna/IM2.dcm normal/berta/IM1.dcm", "anna anna berta"),
+        ("anna/Tag1/IM01.dcm anna/Tag2/IM01.dcm berta/Tag1/IM01.dcm", "anna anna berta"),
+        ("2019/anna/OD 2020/anna/OD 2020/berta/OD", "anna anna berta"),
+        ("2019-03/anna/OD 2019-04/anna/OD 2019-04/berta/OD", "anna anna berta"),
+        ("1001/Cirrus/OD 1001/Spectralis/OD 1002/Cirrus/OD", "1001 1001 1002"),
+        ("anna/Cirrus/OD anna/Topcon_Triton/OD berta/Cirrus/OD", "anna anna berta"),
+        ("anna/Papille/OD anna/Fovea/OD berta/Papille/OD", "anna anna berta"),
     ],
 )
 def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
-    read = people_of_paths([(path, False) for path in paths.split()])
+    read = people_of_paths([(path, path.endswith(".dcm")) for path in paths.split()])
     assert [person for person, _ in read] == people.split()
 
 
@@ -366,7 +378,7 @@ def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
         ("g0/0/OD g0/1/OD g1/0/OD g1/1/OD", "2 2"),
         ("DME/001/OD DME/002/OD Normal/001/OD Normal/003/OD", "3 4"),
         ("DME/001_OD DME/001_OS Normal/001_OS Normal/002_OS", "2 3"),
-        ("Anna/Fovea/1 Anna/Disc/1 Berta/Fovea/1 Berta/Disc/1", "3 2"),
+        ("Anna/Lens/1 Anna/Disc/1 Berta/Lens/1 Berta/Disc/1", "3 2"),
         ("Bonn/Anna/OD Bonn/Berta/OD Ulm/Anna/OD Ulm/Carl/OD", "3 4 2"),
         ("1.2.8.1/1.2.8.1.1/a 1.2.8.1/1.2.8.1.1/b 1.2.8.1/1.2.8.1.2/a 1.2.8.2/1.2.8.2.1/a", "2 3"),
         ("data/1.2.8.1/a data/1.2.8.2/a", "2"),
@@ -375,6 +387,8 @@ def test_people_by_all_paths_of_a_tree(paths: str, people: str) -> None:
         ("Meier/1.2.8.1 Meier/1.2.8.2 Schulz/1.2.8.3 Schulz/1.2.8.4", "4 2"),
         ("2019/1.2.8.1 2019/1.2.8.2 2020/1.2.8.3 2020/1.2.8.4", "4 2"),
         ("Meier/1.2.8.1/1.2.8.7/a Meier/1.2.8.1/1.2.8.7/b Meier/1.2.8.2/1.2.8.9/a Eva/1.2.8.3/a", "3 2"),
+        ("Meier/OD/1.2.8.1 Meier/OD/1.2.8.2 Meier/OS/1.2.8.3 Eva/visit1/OD/1.2.8.4", "4 2"),
+        ("Eva/OD/1.2.8.1/a Eva/OS/1.2.8.2/a Schulz/OD/1.2.8.3/a", "2"),
     ],
 )
 def test_the_readings_of_the_paths_are_shown_and_each_pattern_works(

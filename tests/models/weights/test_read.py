@@ -45,7 +45,7 @@ from tests.support.vjepa2_oracle import (
     plain_encode,
     research_names,
 )
-from utils.checkpoint import CheckpointError, load_checkpoint
+from utils.checkpoint import CheckpointError, CheckpointWriter, load_checkpoint
 from utils.config.load import to_yaml
 from utils.errors import UserError
 
@@ -85,6 +85,15 @@ def test_training_state_of_any_kind_is_left_out(
     state |= {"batch_size": torch.tensor(24), "world_size": [8, 16], "scaler": {"scale": torch.ones(1)}}
     weights = read_weights(str(research_file(tmp_path / "a.pt", *pair, **state)))
     assert {name for name, why in weights.left_out.items() if why == "training state"} == {*state, "opt"}
+
+
+def test_a_head_is_no_encoder(tmp_path: Path) -> None:
+    """Nor to export, to inspect or to start from."""
+    writer = CheckpointWriter(str(tmp_path), keep_last=None)
+    writer.save({"kind": "head", "config": "", "step": 0}, ["head"])
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"expected a checkpoint of pretraining\.train, found no model"):
+        main(["export", "--checkpoint", str(tmp_path / "head.pt"), "--out", str(tmp_path / "out")])
 
 
 def test_files_of_old_torch_are_read(research: Path, tmp_path: Path) -> None:

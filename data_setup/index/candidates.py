@@ -65,6 +65,8 @@ def find_candidates(
             others["tables and YAML"] += 1
             if path not in TABLES and parts[-1] != FOLDER_SIDECAR:
                 yaml.add(path)
+        elif path.endswith(".img") and f"{path[:-4]}.hdr" in sizes:
+            others["NIfTI voxels with a .hdr beside them, which are read from one .nii"] += 1
         elif is_image(parts[-1]):
             images["/".join(parts[:-1])].append(parts[-1])
         elif kind := kind_by_name(path) or _dicom_by_name(parts[-1]):

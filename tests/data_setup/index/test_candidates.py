@@ -128,10 +128,12 @@ def test_other_images_and_another_xml_in_a_folder_of_b_scans(tmp_path: Path, cap
     assert store.index.status.tolist() == ["kept"]
 
 
-def test_a_name_that_no_table_can_hold_is_counted() -> None:
-    candidates, others = find_candidates("nowhere", {"\udcff.dcm": 3, "eye.dcm": 3}, StorageOptions())
-    assert [candidate.path for candidate in candidates] == ["eye.dcm"]
-    assert others == {"names that are no UTF-8": 1}
+def test_a_name_that_no_table_can_hold_and_half_a_pair_are_counted() -> None:
+    sizes = dict.fromkeys(("\udcff.dcm", "eye.dcm", "a.img", "pair.img", "pair.hdr"), 3)
+    candidates, others = find_candidates("nowhere", sizes, StorageOptions())
+    assert [candidate.path for candidate in candidates] == ["a.img", "eye.dcm"]
+    pair = "NIfTI voxels with a .hdr beside them, which are read from one .nii"
+    assert others == {"names that are no UTF-8": 1, pair: 1, "*.hdr": 1}
 
 
 def test_files_that_were_not_fetched_and_names_that_are_no_text_are_named(

@@ -230,7 +230,8 @@ def two_hosts(folder: Path, script: str, *words: str) -> list[tuple[int, str, st
     """(exit code, stdout, stderr) of the script, started as RANK PORT WORDS... on two hosts."""
     command = [sys.executable, "-c", BOTH + script, str(folder), str(free_port()), *words]
     codes = subprocess.check_output(command, cwd=ROOT, env=environment(), text=True, timeout=300).split()
-    return [(int(c), *((folder / f"{n}_{k}").read_text() for k in (1, 2))) for n, c in enumerate(codes)]
+    outputs, errors = ([(folder / f"{rank}_{n}").read_text() for rank in (0, 1)] for n in (1, 2))
+    return list(zip(map(int, codes), outputs, errors, strict=True))
 
 
 def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_path: Path) -> None:

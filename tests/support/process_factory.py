@@ -124,6 +124,35 @@ def run_two(argv: Sequence[str], place: Path) -> None:
     assert codes == [0, 0], "".join(process.output[-3000:] for process in running)
 
 
+COPIES = """
+import gc, json, os, sys
+folder, each, copies = sys.argv[1], json.loads(sys.argv[2]), []
+gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
+for number, words in enumerate(each):
+    copies.append(os.fork())
+    if copies[-1] == 0:
+        for output in (1, 2):
+            os.dup2(os.open(f"{folder}/{number}_{output}", os.O_CREAT | os.O_WRONLY), output)
+        sys.argv[1:] = words
+        break
+else:
+    print(*(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies))
+    sys.exit()
+"""
+
+
+def run_copies(
+    imports: str, script: str, each: Sequence[Sequence[str]], folder: Path
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a script with each of these words, all at once: copies of one process,
+    which has imported what takes seconds.
+    """
+    words = [sys.executable, "-c", imports + COPIES + script, str(folder), json.dumps(each)]
+    codes = subprocess.check_output(words, cwd=ROOT, env=environment(), text=True, timeout=300).split()
+    outputs, errors = ([(folder / f"{n}_{m}").read_text() for n in range(len(each))] for m in (1, 2))
+    return list(zip(map(int, codes), outputs, errors, strict=True))
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as probe:

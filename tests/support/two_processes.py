@@ -5,6 +5,7 @@ Out: the first saves to OUT what each of them has
 With `compiled`: what each has of the compiled cases, and its counts of programs and of graph breaks.
 """
 
+import gc
 import os
 import sys
 from typing import Any
@@ -131,6 +132,7 @@ def main(out: str, what: str = "plain") -> None:
 
 if __name__ == "__main__":
     os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    gc.freeze()
     second = os.fork()  # after the imports, which are most of the work of a process
     os.environ["RANK"] = "0" if second else "1"
     main(*sys.argv[1:])

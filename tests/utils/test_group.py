@@ -5,7 +5,6 @@ agreed between them. tests/whole_runs/test_torchrun.py has real ones.
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from pretraining.run import Run
 from pretraining.train import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
-from tests.support.process_factory import environment, free_port, run_to_end
+from tests.support.process_factory import free_port, run_copies, run_to_end
 from tests.support.two_processes import CASES, losses_and_weights, settled_batch
 from utils.config.load import accumulation_steps, flatten
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -209,29 +208,11 @@ group.close()
 """
 
 
-BOTH = """
-import os, sys
-import torch.distributed, utils.cli, utils.runtime.single  # once for both, who are copies of this process
-hosts = []
-for rank in "01":
-    hosts.append(os.fork())
-    if hosts[-1] == 0:
-        for number in (1, 2):
-            os.dup2(os.open(f"{sys.argv[1]}/{rank}_{number}", os.O_CREAT | os.O_WRONLY), number)
-        sys.argv[1] = rank
-        break
-else:
-    print(*(os.waitstatus_to_exitcode(os.waitpid(host, 0)[1]) for host in hosts))
-    sys.exit()
-"""
-
-
 def two_hosts(folder: Path, script: str, *words: str) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of the script, started as RANK PORT WORDS... on two hosts."""
-    command = [sys.executable, "-c", BOTH + script, str(folder), str(free_port()), *words]
-    codes = subprocess.check_output(command, cwd=ROOT, env=environment(), text=True, timeout=300).split()
-    outputs, errors = ([(folder / f"{rank}_{n}").read_text() for rank in (0, 1)] for n in (1, 2))
-    return list(zip(map(int, codes), outputs, errors, strict=True))
+    port = str(free_port())
+    imports = "import torch.distributed, utils.cli, utils.runtime.single"
+    return run_copies(imports, script, [(rank, port, *words) for rank in "01"], folder)
 
 
 def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_path: Path) -> None:

@@ -327,7 +327,6 @@ def test_a_changed_participant_updates_the_row_without_reading_the_volume(
 
 
 # ---- a good tree is kept whole: its volumes, their statistics, eyes and spacings
-REAL = ROOT.parent / "shared" / "data" / "real_oct"
 
 
 def test_a_good_tree_is_kept_whole(tree: Path, clean: Path) -> None:
@@ -405,23 +404,6 @@ def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> Non
     assert warnings(0.6) == []
     (line,) = warnings(0.59)
     assert line.startswith(f"warning: {protocol}: only 59% of the grid lies inside the scan")
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real eyes are not on this machine")
-def test_the_real_eyes(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    manifest = f"data.manifest_path={REAL / 'retinal_oct' / 'manifest.tsv'}"
-    assert main(arguments(REAL, store, manifest)) == 0
-    prepared = PreparedStore.open(str(store))
-    assert prepared.kept.tolist() == [0, 1]
-    assert prepared.attrs["synthetic"] is False
-    assert prepared.index.device.to_list() == ["heidelberg_spectralis", "topcon_triton"]
-    assert prepared.index.split.to_list() == ["train", "val"]
-    assert (prepared.index.intensity_std > 10).all()
-    field = [145 * 0.0298, 496 * 0.003872, 512 * 0.011182]
-    valid = [prepared.index[f"valid_{a}1"][0] - prepared.index[f"valid_{a}0"][0] for a in "dhw"]
-    expected = [f / s for f, s in zip(field, (0.375, 0.024, 0.09375), strict=True)]
-    assert np.abs(np.array(valid) - expected).max() <= 1
 
 
 # ---- files that cannot be used, runs that are refused, files that are missing or in no row

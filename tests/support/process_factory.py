@@ -113,15 +113,21 @@ class Running:
         return self.process.wait(seconds)
 
 
-def run_two(argv: Sequence[str], place: Path) -> None:
-    """Run a command as the two processes of one group, as torchrun would; both must succeed."""
-    meet = ["env", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}"]
-    running = [Running([*meet, f"RANK={rank}", *argv], Path(f"{place}_{rank}")) for rank in range(2)]
-    try:
-        codes = [process.wait() for process in running]
-    finally:
-        Running.end_all()
-    assert codes == [0, 0], "".join(process.output[-3000:] for process in running)
+RANKS = """
+import os, runpy, sys
+os.environ["RANK"], module = sys.argv[1:3]
+del sys.argv[1:3]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def run_two(module: str, words: Sequence[str], place: Path) -> None:
+    """Run a module as the two processes of one group, as torchrun would; both must succeed."""
+    place.mkdir(exist_ok=True)
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    imports = f"import os, pretraining.train\nos.environ |= {meet}"
+    ends = run_copies(imports, RANKS, [(rank, module, *words) for rank in "01"], place)
+    assert [code for code, _, _ in ends] == [0, 0], "".join(errors[-3000:] for _, _, errors in ends)
 
 
 COPIES = """

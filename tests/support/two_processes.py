@@ -1,11 +1,10 @@
-"""What two processes of a run do: `python -m tests.support.two_processes OUT [compiled]`.
+"""What one of two processes of a run does: `python -m tests.support.two_processes OUT [compiled]`.
 
-Out: the first saves to OUT what each of them has
+In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has
 ("each"), and what it met when the other one was gone half-way through an update ("lost").
 With `compiled`: what each has of the compiled cases, and its counts of programs and of graph breaks.
 """
 
-import gc
 import os
 import sys
 from typing import Any
@@ -21,7 +20,6 @@ from pretraining.run import Run
 from pretraining.step import Update, Watch, build_optimizer, train_step
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.planted_pickle import forbid_pickle
-from tests.support.process_factory import free_port
 from utils.runtime.open import open_runtime
 from utils.runtime.processes import LostPeer
 from utils.runtime.single import Runtime
@@ -131,10 +129,4 @@ def main(out: str, what: str = "plain") -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    gc.freeze()
-    second = os.fork()  # after the imports, which are most of the work of a process
-    os.environ["RANK"] = "0" if second else "1"
     main(*sys.argv[1:])
-    if second:
-        sys.exit(os.waitpid(second, 0)[1])

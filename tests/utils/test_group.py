@@ -5,7 +5,6 @@ agreed between them. tests/whole_runs/test_torchrun.py has real ones.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ from pretraining.run import Run
 from pretraining.train import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
-from tests.support.process_factory import free_port, run_copies, run_to_end
+from tests.support.process_factory import free_port, run_copies, run_two
 from tests.support.two_processes import CASES, losses_and_weights, settled_batch
 from utils.config.load import accumulation_steps, flatten
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -67,7 +66,7 @@ def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two real processes have settled and learned, and how one of them ended the other."""
     out = tmp_path_factory.mktemp("two") / "two.pt"
-    run_to_end([sys.executable, "-m", "tests.support.two_processes", str(out)], out.parent / "process")
+    run_two("tests.support.two_processes", [str(out)], out.parent)
     return torch.load(out, weights_only=True)
 
 

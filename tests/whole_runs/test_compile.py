@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config
 from tests.support.pipeline_factory import pipeline_config, stop_after
 from tests.support.process_factory import losses as losses_of
-from tests.support.process_factory import run_to_end
+from tests.support.process_factory import run_two
 from tests.support.two_processes import COMPILED, losses_and_weights
 from utils.checkpoint import load_checkpoint
 from utils.errors import EXIT_STOPPED, UserError
@@ -54,7 +53,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: P
 def test_two_processes_compile(tmp_path: Path) -> None:
     """Losses and norms of one eager process; each process compiles both branches once a case."""
     out = tmp_path / "compiled.pt"
-    run_to_end([sys.executable, "-m", "tests.support.two_processes", str(out), "compiled"], tmp_path / "run")
+    run_two("tests.support.two_processes", [str(out), "compiled"], tmp_path)
     losses, weights = losses_and_weights(Runtime(torch.device("cpu"), use_bf16=False), "vjepa2")
     for saved, (graphs, breaks) in torch.load(out, weights_only=True):
         assert (graphs, breaks) == (6 * len(COMPILED), 0)

@@ -19,6 +19,7 @@ from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
 from benchmarks.evidence.scores import save_scores, score
 from benchmarks.truth_tokens import layer_occupancy
+from data_setup import prepare
 from data_setup.manifest import read_records, unknown_record
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
@@ -62,7 +63,11 @@ def eyes(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, tmp_path: Path) -> None:
+def test_labels_of_voxels_become_the_occupancy_of_tokens(
+    eyes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = prepare.main
+    monkeypatch.setattr(prepare, "main", lambda words: real([*words, "--workers", "0"]))
     cfg = arm_config(arm_by_name("vjepa2"), 0, 1, tmp_path, GEOMETRY)
     make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
     truth = read_truth(tmp_path)

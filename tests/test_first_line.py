@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.process_factory import run_copies
+from tests.support.process_factory import MODULE_OF_WORDS, run_copies
 
 IMPORTS = """
 import sys
 sys.modules["torch"] = None  # to import it is an error
 import data_setup.jobs, data_setup.store.reader, utils.cli, utils.config.load
 """
-RUN = """
-import runpy
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
-
 FIRST_LINES = {  # command and words -> how its first line begins
     "data_setup.index no/folder": "index: files below no/folder",
     "data_setup.prepare --config configs/smoke_test.yaml data.gcs_root=no/tree": "prepare: no/tree/",
@@ -69,7 +64,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder, lines = tmp_path_factory.mktemp("lines"), [*FIRST_LINES, *REFUSED]
     (folder / "index.parquet").touch()
     each = [line.replace("STORE", str(folder)).split() for line in lines]
-    return dict(zip(lines, run_copies(IMPORTS, RUN, each, folder), strict=True))
+    return dict(zip(lines, run_copies(IMPORTS, MODULE_OF_WORDS, each, folder, in_turn=True), strict=True))
 
 
 @pytest.mark.parametrize("line", FIRST_LINES)

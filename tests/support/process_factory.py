@@ -113,12 +113,38 @@ class Running:
         return self.process.wait(seconds)
 
 
-RANKS = """
-import os, runpy, sys
-os.environ["RANK"], module = sys.argv[1:3]
-del sys.argv[1:3]
-runpy.run_module(module, run_name="__main__", alter_sys=True)
+COPIES = """
+import gc, json, os, sys
+folder, in_turn, each = sys.argv[1], sys.argv[2] == "True", json.loads(sys.argv[3])
+gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
+code_of, copies = lambda copy: os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), []
+for number, words in enumerate(each):
+    if (copy := os.fork()) == 0:
+        for output in (1, 2):
+            os.dup2(os.open(f"{folder}/{number}_{output}", os.O_CREAT | os.O_WRONLY), output)
+        sys.argv[1:] = words
+        break
+    copies.append(code_of(copy) if in_turn else copy)
+else:
+    print(*(copies if in_turn else map(code_of, copies)))
+    sys.exit()
 """
+MODULE_OF_WORDS = """
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def run_copies(
+    imports: str, script: str, each: Sequence[Sequence[str]], folder: Path, in_turn: bool = False
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a script with each of these words, all at once or in turn: copies of one
+    process, which has imported what takes seconds.
+    """
+    words = [sys.executable, "-c", imports + COPIES + script, str(folder), str(in_turn), json.dumps(each)]
+    codes = subprocess.check_output(words, cwd=ROOT, env=environment(), text=True, timeout=3000).split()
+    outputs, errors = ([(folder / f"{n}_{m}").read_text() for n in range(len(each))] for m in (1, 2))
+    return list(zip(map(int, codes), outputs, errors, strict=True))
 
 
 def run_two(module: str, words: Sequence[str], place: Path) -> None:
@@ -126,37 +152,9 @@ def run_two(module: str, words: Sequence[str], place: Path) -> None:
     place.mkdir(exist_ok=True)
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     imports = f"import os, pretraining.train\nos.environ |= {meet}"
-    ends = run_copies(imports, RANKS, [(rank, module, *words) for rank in "01"], place)
+    script = "os.environ['RANK'] = sys.argv.pop(1)" + MODULE_OF_WORDS
+    ends = run_copies(imports, script, [(rank, module, *words) for rank in "01"], place)
     assert [code for code, _, _ in ends] == [0, 0], "".join(errors[-3000:] for _, _, errors in ends)
-
-
-COPIES = """
-import gc, json, os, sys
-folder, each, copies = sys.argv[1], json.loads(sys.argv[2]), []
-gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
-for number, words in enumerate(each):
-    copies.append(os.fork())
-    if copies[-1] == 0:
-        for output in (1, 2):
-            os.dup2(os.open(f"{folder}/{number}_{output}", os.O_CREAT | os.O_WRONLY), output)
-        sys.argv[1:] = words
-        break
-else:
-    print(*(os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies))
-    sys.exit()
-"""
-
-
-def run_copies(
-    imports: str, script: str, each: Sequence[Sequence[str]], folder: Path
-) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of a script with each of these words, all at once: copies of one process,
-    which has imported what takes seconds.
-    """
-    words = [sys.executable, "-c", imports + COPIES + script, str(folder), json.dumps(each)]
-    codes = subprocess.check_output(words, cwd=ROOT, env=environment(), text=True, timeout=300).split()
-    outputs, errors = ([(folder / f"{n}_{m}").read_text() for n in range(len(each))] for m in (1, 2))
-    return list(zip(map(int, codes), outputs, errors, strict=True))
 
 
 def free_port() -> int:

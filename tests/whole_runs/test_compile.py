@@ -64,7 +64,7 @@ def test_two_processes_compile(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 def test_growing_and_halving_batches_stay_below_the_limit_of_programs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, small_encoder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each size is another program, of which torch allows eight for a branch; past them fullgraph is an
     error. The sizes that an automatic batch tries are not compiled, and a halved batch forgets its programs.

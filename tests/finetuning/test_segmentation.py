@@ -327,7 +327,7 @@ def flow_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flow_overrides(flow_world: Path, run: Path, *extra: str) -> list[str]:
-    words = ["train.max_steps=50", "augment.strength=0", "optim.base_lr=0.02"]
+    words = ["train.max_steps=36", "augment.strength=0", "optim.base_lr=0.05"]
     return dense_overrides(flow_world, run, *words, *extra)
 
 

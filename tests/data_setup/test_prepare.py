@@ -36,6 +36,7 @@ from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT
 from tests.support.prepare_runs import CONFIG, arguments, contents, dicoms, start, swap_unseen, unname_planes
 from utils import storage
+from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -547,14 +548,14 @@ def test_another_source_is_refused_and_the_same_one_spelt_differently_is_not(
     assert row["source_url"] == str(tree / row["record"]["path"])
 
 
-def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:
-    with start(tmp_path, tmp_path / "store") as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert out.count("\n") == 1  # what is begun
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "manifest.tsv: not found" in err
+def test_user_errors_are_one_line_with_exit_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main(arguments(tmp_path, tmp_path / "store")))
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out.count("\n"), err.count("\n")) == (2, 1, 1)  # out: what is begun
+    assert re.match(r"error: .*manifest\.tsv: not found", err)
 
 
 def test_missing_files_and_orphans_are_counted(

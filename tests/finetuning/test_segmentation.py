@@ -542,15 +542,8 @@ def test_files_get_the_slabs_of_their_volumes(flow_world: Path, trained_flow: Pa
     head, store = translation.TRANSLATION.open_head(str(trained_flow), StorageOptions()), volumes.store
     row = int(next(iter(store.index.index[store.index.flipped_d]), store.kept[0]))
     path = flow_world / "tree" / store.index.path[row]
-    words = [
-        "--checkpoint",
-        str(trained_flow),
-        "--out",
-        str(tmp_path),
-        "data.workers=0",
-        "--dicom",
-        str(path),
-    ]
+    words = ["--checkpoint", str(trained_flow), "--out", str(tmp_path), "data.workers=0"]
+    words += ["--dicom", str(path)]
     assert predict_command.main(words) == 0
     (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert (line["task"], line["calibrated"], line["slabs"]) == ("translation", False, list(head.names))

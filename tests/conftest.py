@@ -45,9 +45,7 @@ def log_level() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A phantom and its store, made by the first of the test processes that asks; nobody changes them."""
-    from tests.support.pipeline_factory import (
-        make_store,  # here, since it imports torch: after the lines above
-    )
+    from tests.support.pipeline_factory import make_store
 
     base = tmp_path_factory.getbasetemp()
     made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made once"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-WITHOUT_TORCH = """
-import runpy, sys
-sys.modules["torch"] = None  # to import it is an error
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
+from tests.support.process_factory import MODULE_OF_WORDS, run_copies
 
+IMPORTS = """
+import sys
+sys.modules["torch"] = None  # to import it is an error
+import data_setup.jobs, data_setup.store.reader, utils.cli, utils.config.load
+"""
 FIRST_LINES = {  # command and words -> how its first line begins
     "data_setup.index no/folder": "index: files below no/folder",
     "data_setup.prepare --config configs/smoke_test.yaml data.gcs_root=no/tree": "prepare: no/tree/",
@@ -63,21 +59,26 @@ REFUSED = {  # command and words -> what the one line says
 }
 
 
-def run(line: str) -> subprocess.CompletedProcess[str]:
-    """A command where torch cannot be imported."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, *line.split()]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+Done = dict[str, tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """What became of every line, where torch cannot be imported."""
+    folder, lines = tmp_path_factory.mktemp("lines"), [*FIRST_LINES, *REFUSED]
+    (folder / "index.parquet").touch()
+    each = [line.replace("STORE", str(folder)).split() for line in lines]
+    return dict(zip(lines, run_copies(IMPORTS, MODULE_OF_WORDS, each, folder, in_turn=True), strict=True))
 
 
 @pytest.mark.parametrize("line", FIRST_LINES)
-def test_a_command_first_says_what_it_is_about_to_do(line: str, tmp_path: Path) -> None:
-    (tmp_path / "index.parquet").touch()
-    done = run(line.replace("STORE", str(tmp_path)))
-    assert done.stdout.startswith(FIRST_LINES[line]), done.stderr
+def test_a_command_first_says_what_it_is_about_to_do(line: str, done: Done) -> None:
+    _, output, errors = done[line]
+    assert output.startswith(FIRST_LINES[line]), errors
 
 
 @pytest.mark.parametrize("line", REFUSED)
-def test_words_and_tables_are_refused_before_torch(line: str) -> None:
-    done = run(line)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert REFUSED[line] in done.stderr
+def test_words_and_tables_are_refused_before_torch(line: str, done: Done) -> None:
+    code, output, errors = done[line]
+    assert (code, output, errors.count("\n")) == (2, "", 1), errors
+    assert REFUSED[line] in errors

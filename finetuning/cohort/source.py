@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import MISSING as REQUIRED
 from omegaconf import OmegaConf
 
@@ -110,7 +109,7 @@ def open_source(path: str | Path, overrides: Sequence[str]) -> Source:
     url = find_checkpoint(wanted, options)
     state = load_checkpoint(url, options)
     require_pretraining(state, url)
-    saved = yaml.safe_load(load.to_yaml(load.config_of_yaml(state["config"], url)))
+    saved = asdict(load.config_of_yaml(state["config"], url))
     base = {name: saved[name] for name in INHERITED} | {"seed": saved["seed"]}
     base["model"]["checkpoint"] = None
     base["method"]["init_from"] = None

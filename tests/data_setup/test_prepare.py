@@ -36,6 +36,7 @@ from tests.support.dicom_factory import speckle, write_opt
 from tests.support.pipeline_factory import ROOT
 from tests.support.prepare_runs import CONFIG, arguments, contents, dicoms, start, swap_unseen, unname_planes
 from utils import storage
+from utils.cli import run_cli
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -327,7 +328,6 @@ def test_a_changed_participant_updates_the_row_without_reading_the_volume(
 
 
 # ---- a good tree is kept whole: its volumes, their statistics, eyes and spacings
-REAL = ROOT.parent / "shared" / "data" / "real_oct"
 
 
 def test_a_good_tree_is_kept_whole(tree: Path, clean: Path) -> None:
@@ -405,23 +405,6 @@ def test_the_report_tells_spacing_and_warns_of_an_empty_grid(clean: Path) -> Non
     assert warnings(0.6) == []
     (line,) = warnings(0.59)
     assert line.startswith(f"warning: {protocol}: only 59% of the grid lies inside the scan")
-
-
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real eyes are not on this machine")
-def test_the_real_eyes(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    manifest = f"data.manifest_path={REAL / 'retinal_oct' / 'manifest.tsv'}"
-    assert main(arguments(REAL, store, manifest)) == 0
-    prepared = PreparedStore.open(str(store))
-    assert prepared.kept.tolist() == [0, 1]
-    assert prepared.attrs["synthetic"] is False
-    assert prepared.index.device.to_list() == ["heidelberg_spectralis", "topcon_triton"]
-    assert prepared.index.split.to_list() == ["train", "val"]
-    assert (prepared.index.intensity_std > 10).all()
-    field = [145 * 0.0298, 496 * 0.003872, 512 * 0.011182]
-    valid = [prepared.index[f"valid_{a}1"][0] - prepared.index[f"valid_{a}0"][0] for a in "dhw"]
-    expected = [f / s for f, s in zip(field, (0.375, 0.024, 0.09375), strict=True)]
-    assert np.abs(np.array(valid) - expected).max() <= 1
 
 
 # ---- files that cannot be used, runs that are refused, files that are missing or in no row
@@ -565,14 +548,14 @@ def test_another_source_is_refused_and_the_same_one_spelt_differently_is_not(
     assert row["source_url"] == str(tree / row["record"]["path"])
 
 
-def test_user_errors_are_one_line_with_exit_code_two(tree: Path, tmp_path: Path) -> None:
-    with start(tmp_path, tmp_path / "store") as process:
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert out.count("\n") == 1  # what is begun
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert "manifest.tsv: not found" in err
+def test_user_errors_are_one_line_with_exit_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_cli(lambda: main(arguments(tmp_path, tmp_path / "store")))
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out.count("\n"), err.count("\n")) == (2, 1, 1)  # out: what is begun
+    assert re.match(r"error: .*manifest\.tsv: not found", err)
 
 
 def test_missing_files_and_orphans_are_counted(
@@ -618,27 +601,23 @@ def num_rows(store: Path) -> int:
     return len(list((store / "rows").glob("*.json"))) if (store / "rows").is_dir() else 0
 
 
-def check_after_kill(tree: Path, clean: Path, store: Path, process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    again = start(tree, store)
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    assert "kept by device" in out
-    assert contents(store) == contents(clean)
-
-
-def test_kill_in_the_middle_then_again_gives_the_same_bytes(tree: Path, clean: Path, tmp_path: Path) -> None:
+def test_kill_in_the_middle_then_again_gives_the_same_bytes(
+    tree: Path, clean: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store = tmp_path / "store"
     with start(tree, store) as process:
         wait_until(lambda: num_rows(store) >= 2, "two rows")
-        check_after_kill(tree, clean, store, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert main(arguments(tree, store)) == 0
+    assert "kept by device" in capsys.readouterr().out
+    assert contents(store) == contents(clean)
 
 
 def test_runs_that_work_at_once_are_harmless(tree: Path, clean: Path, tmp_path: Path) -> None:
     """Two of them, started together in an empty store."""
     store = tmp_path / "store"
-    runs = [start(tree, store) for _ in range(2)]
+    runs = [start(tree, store, "--workers", "1") for _ in range(2)]
     errors = [process.communicate(timeout=240)[1] for process in runs]
     assert [process.returncode for process in runs] == [0, 0], errors
     assert contents(store) == contents(clean)

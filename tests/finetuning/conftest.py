@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from finetuning.features import entries
 from models import vit3d
 from models.probes import intervals
+from models.probes.participants import fit_logistic
 from tests.support.finetune_factory import make_world
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _two_blocks() -> Iterator[None]:
-    """Two blocks at the smallest size, and few resamples; modules may define this fixture anew."""
+    """Two blocks at the smallest size, few resamples, two penalties; modules may define this fixture anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(vit3d.SIZES, "ti", vit3d.Size(2, 48, 2))
         patch.setattr(intervals, "BOOTSTRAP_SAMPLES", 300)
+        patch.setattr(entries, "fit_logistic", partial(fit_logistic, c_grid=(0.01, 1.0)))
         yield
 
 

@@ -54,9 +54,9 @@ from utils.errors import ConfigError, UserError
 from utils.report import cli as report
 
 
-def save_head(world: Path, run: Path, seed: int = 0, **change: Any) -> str:
+def save_head(world: Path, run: Path, *words: str, seed: int = 0, **change: Any) -> str:
     """A linear head of random weights, in the run's folder; `change` replaces parts of its file."""
-    cfg = config(world, run)
+    cfg = config(world, run, *words)
     url = save_checkpoint(cfg)
     cfg = replace(cfg, model=replace(cfg.model, checkpoint=url))
     store = PreparedStore.open(cfg.data.store)
@@ -172,7 +172,8 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
 
 def test_a_head_on_a_frozen_encoder_is_trained_in_each_fold(world: Path, tmp_path: Path) -> None:
     """Whom the head's own training saw is no question then; what the encoder saw is said."""
-    save_head(world, tmp_path, participants={"train": ["test01"], "val": ["val00"]})
+    words = "head.learning_rates=[0.01]", "head.weight_decays=[0]"
+    save_head(world, tmp_path, *words, participants={"train": ["test01"], "val": ["val00"]})
     content = evaluate_head(str(tmp_path), ["eval.protocol=crossfit"])
     count = PEOPLE["val"] + PEOPLE["test"]
     assert (content["n_participants"], content["overlap"]) == (count, 0)

@@ -449,19 +449,10 @@ def test_mistakes_are_named(world: Path, runs: Path, tmp_path: Path) -> None:
 
 def test_all_rows_and_columns_together(world: Path, runs: Path, tmp_path: Path) -> None:
     """The control and the 2D encoder are rows; rows without a 3D encoder have no attentive head."""
-    asked = words(
-        world,
-        runs,
-        tmp_path / "all",
-        "head.learning_rates=[0.01]",
-        "head.weight_decays=[0.01]",
-        "train.epochs=1",
-        checkpoints=(str(runs / "good"),),
-        control=str(runs / "silent"),
-        image_encoder=SliceEncoder(image_encoder(tmp_path / "vit")),
-        columns=("attentive",),
-        supervised=True,
-    )
+    quick = ("head.learning_rates=[0.01]", "head.weight_decays=[0.01]", "train.epochs=1")
+    good, image = str(runs / "good"), SliceEncoder(image_encoder(tmp_path / "vit"))
+    asked = words(world, runs, tmp_path / "all", *quick, checkpoints=(good,), control=str(runs / "silent"))
+    asked = replace(asked, image_encoder=image, columns=("attentive",), supervised=True)
     result = leaderboard(asked, RUNTIME)
     rows = {row.entry.label: row for row in result.rows}
     assert {"good", "control: silent", "2d: vit", *BASELINES} < set(rows)

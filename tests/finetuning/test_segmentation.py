@@ -327,7 +327,7 @@ def flow_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flow_overrides(flow_world: Path, run: Path, *extra: str) -> list[str]:
-    words = ["train.max_steps=50", "augment.strength=0", "optim.base_lr=0.02"]
+    words = ["train.max_steps=36", "augment.strength=0", "optim.base_lr=0.05"]
     return dense_overrides(flow_world, run, *words, *extra)
 
 
@@ -542,15 +542,8 @@ def test_files_get_the_slabs_of_their_volumes(flow_world: Path, trained_flow: Pa
     head, store = translation.TRANSLATION.open_head(str(trained_flow), StorageOptions()), volumes.store
     row = int(next(iter(store.index.index[store.index.flipped_d]), store.kept[0]))
     path = flow_world / "tree" / store.index.path[row]
-    words = [
-        "--checkpoint",
-        str(trained_flow),
-        "--out",
-        str(tmp_path),
-        "data.workers=0",
-        "--dicom",
-        str(path),
-    ]
+    words = ["--checkpoint", str(trained_flow), "--out", str(tmp_path), "data.workers=0"]
+    words += ["--dicom", str(path)]
     assert predict_command.main(words) == 0
     (line,) = [json.loads(text) for text in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert (line["task"], line["calibrated"], line["slabs"]) == ("translation", False, list(head.names))

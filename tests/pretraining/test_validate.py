@@ -208,8 +208,8 @@ def test_two_processes_share_the_reads_and_get_the_numbers_of_one(
     overrides = [f"run.dir={run_dir}", "train.per_core_batch_size=2", "seed=1"]
     monkeypatch.setattr("pretraining.run.VAL_FRACTION", counted_validation.VAL_FRACTION)
     overrides += ["val.max_volumes=17"]
-    module = "tests.support.counted_validation"
-    run_two(command(folder, *overrides, "data.workers=1", module=module), run_dir)
+    _, *words = command(folder, *overrides, "data.workers=1")
+    run_two("tests.support.counted_validation", words[2:], tmp_path / "processes")
     alone = open_run(pipeline_config(folder, *overrides), CPU)
     expected = validate.validate(alone)
     assert all(expected[name] is not None for name in MEASURED)

@@ -9,7 +9,6 @@ import pytest
 
 from data_setup import prepare
 from data_setup.phantom import __main__ as phantom
-from pretraining import train as loop
 from utils.config.load import load_config
 from utils.config.schema import Config
 
@@ -54,6 +53,8 @@ def pipeline_overrides(folder: Path) -> list[str]:
 @contextmanager
 def stop_after(updates: int | None) -> Iterator[None]:
     """A pre-training in this process is asked to stop after so many updates of the run, as by SIGTERM."""
+    from pretraining import train as loop  # here: worker processes import this module, and need no torch
+
     real = loop.train_step
 
     def step_then_signal(*arguments: Any) -> Any:

@@ -113,15 +113,48 @@ class Running:
         return self.process.wait(seconds)
 
 
-def run_two(argv: Sequence[str], place: Path) -> None:
-    """Run a command as the two processes of one group, as torchrun would; both must succeed."""
-    meet = ["env", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={free_port()}"]
-    running = [Running([*meet, f"RANK={rank}", *argv], Path(f"{place}_{rank}")) for rank in range(2)]
-    try:
-        codes = [process.wait() for process in running]
-    finally:
-        Running.end_all()
-    assert codes == [0, 0], "".join(process.output[-3000:] for process in running)
+COPIES = """
+import gc, json, os, sys
+folder, in_turn, each = sys.argv[1], sys.argv[2] == "True", json.loads(sys.argv[3])
+gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
+code_of, copies = lambda copy: os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), []
+for number, words in enumerate(each):
+    if (copy := os.fork()) == 0:
+        for output in (1, 2):
+            os.dup2(os.open(f"{folder}/{number}_{output}", os.O_CREAT | os.O_WRONLY), output)
+        sys.argv[1:] = words
+        break
+    copies.append(code_of(copy) if in_turn else copy)
+else:
+    print(*(copies if in_turn else map(code_of, copies)))
+    sys.exit()
+"""
+MODULE_OF_WORDS = """
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def run_copies(
+    imports: str, script: str, each: Sequence[Sequence[str]], folder: Path, in_turn: bool = False
+) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of a script with each of these words, all at once or in turn: copies of one
+    process, which has imported what takes seconds.
+    """
+    words = [sys.executable, "-c", imports + COPIES + script, str(folder), str(in_turn), json.dumps(each)]
+    codes = subprocess.check_output(words, cwd=ROOT, env=environment(), text=True, timeout=3000).split()
+    outputs, errors = ([(folder / f"{n}_{m}").read_text() for n in range(len(each))] for m in (1, 2))
+    return list(zip(map(int, codes), outputs, errors, strict=True))
+
+
+def run_two(module: str, words: Sequence[str], place: Path) -> None:
+    """Run a module as the two processes of one group, as torchrun would; both must succeed."""
+    place.mkdir(exist_ok=True)
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    imports = f"import os, pretraining.train\nos.environ |= {meet}"
+    script = "os.environ['RANK'] = sys.argv.pop(1)" + MODULE_OF_WORDS
+    ends = run_copies(imports, script, [(rank, module, *words) for rank in "01"], place)
+    assert [code for code, _, _ in ends] == [0, 0], "".join(errors[-3000:] for _, _, errors in ends)
 
 
 def free_port() -> int:

@@ -5,8 +5,6 @@ agreed between them. tests/whole_runs/test_torchrun.py has real ones.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +19,7 @@ from pretraining.run import Run
 from pretraining.train import settle_memory
 from tests.support.model_factory import nano_model, small_config, uint8_batch
 from tests.support.pipeline_factory import ROOT
-from tests.support.process_factory import environment, free_port, run_two
+from tests.support.process_factory import free_port, run_copies, run_two
 from tests.support.two_processes import CASES, losses_and_weights, settled_batch
 from utils.config.load import accumulation_steps, flatten
 from utils.errors import EXIT_TRY_AGAIN, UserError
@@ -68,7 +66,7 @@ def test_one_process_is_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two real processes have settled and learned, and how one of them ended the other."""
     out = tmp_path_factory.mktemp("two") / "two.pt"
-    run_two([sys.executable, "-m", "tests.support.two_processes", str(out)], out.parent / "process")
+    run_two("tests.support.two_processes", [str(out)], out.parent)
     return torch.load(out, weights_only=True)
 
 
@@ -209,23 +207,16 @@ group.close()
 """
 
 
-def two_hosts(script: str, *words: str) -> list[tuple[int, str, str]]:
+def two_hosts(folder: Path, script: str, *words: str) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of the script, started as RANK PORT WORDS... on two hosts."""
-    port = free_port()
-    hosts = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(port), *words],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    ends = [host.communicate(timeout=300) for host in hosts]
-    return [(host.returncode, *end) for host, end in zip(hosts, ends, strict=True)]
+    port = str(free_port())
+    imports = "import torch.distributed, utils.cli, utils.runtime.single"
+    return run_copies(imports, script, [(rank, port, *words) for rank in "01"], folder)
 
 
 def test_two_hosts_agree_without_pickle_and_what_is_global_stays_as_it_is(tmp_path: Path) -> None:
     evil = tmp_path / "evil"
-    ends = two_hosts(HOST, str(evil))
+    ends = two_hosts(tmp_path, HOST, str(evil))
     assert not evil.exists(), "what the other host sent was run as code"
     for rank, (code, output, errors) in enumerate(ends):
         assert code == 0, errors
@@ -266,8 +257,8 @@ group.close()
 """
 
 
-def test_batches_of_unequal_number_end_together_at_a_peers_sigterm() -> None:
-    for rank, (code, output, errors) in enumerate(two_hosts(UNTIL)):
+def test_batches_of_unequal_number_end_together_at_a_peers_sigterm(tmp_path: Path) -> None:
+    for rank, (code, output, errors) in enumerate(two_hosts(tmp_path, UNTIL)):
         assert code == 0, errors
         assert output.splitlines() == ["[0, 1, 2]" if rank == 0 else "[0]", "stopped [0, 1]"]
 
@@ -300,9 +291,11 @@ run_cli(main)
         ("config", 1, 2, "run.dir: expected another"),
     ],
 )
-def test_the_first_error_is_named_on_all_with_its_code(fault: str, faulty: int, code: int, text: str) -> None:
+def test_the_first_error_is_named_on_all_with_its_code(
+    fault: str, faulty: int, code: int, text: str, tmp_path: Path
+) -> None:
     """Also where the process that keeps the messages, the first, is the one that fails."""
-    ends = two_hosts(FAULT, str(faulty), fault)
+    ends = two_hosts(tmp_path, FAULT, str(faulty), fault)
     for rank, (own_code, _, errors) in enumerate(ends):
         (line,) = [line for line in errors.splitlines() if line.startswith("error: ")]
         assert (own_code, text in line) == (code, True), errors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +53,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(folder: Path, tmp_path: P
 def test_two_processes_compile(tmp_path: Path) -> None:
     """Losses and norms of one eager process; each process compiles both branches once a case."""
     out = tmp_path / "compiled.pt"
-    run_two([sys.executable, "-m", "tests.support.two_processes", str(out), "compiled"], tmp_path / "process")
+    run_two("tests.support.two_processes", [str(out), "compiled"], tmp_path)
     losses, weights = losses_and_weights(Runtime(torch.device("cpu"), use_bf16=False), "vjepa2")
     for saved, (graphs, breaks) in torch.load(out, weights_only=True):
         assert (graphs, breaks) == (6 * len(COMPILED), 0)
@@ -65,7 +64,7 @@ def test_two_processes_compile(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own code
 def test_growing_and_halving_batches_stay_below_the_limit_of_programs(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, small_encoder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each size is another program, of which torch allows eight for a branch; past them fullgraph is an
     error. The sizes that an automatic batch tries are not compiled, and a halved batch forgets its programs.

@@ -8,11 +8,8 @@ asks for.
 from __future__ import annotations
 
 import base64
-import os
 import re
 import shutil
-import subprocess
-import sys
 import traceback
 import warnings
 import zipfile
@@ -45,6 +42,7 @@ from tests.finetuning.test_scans import Bright, Edge, arm
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
+from tests.support.process_factory import MODULE_OF_WORDS, run_copies
 from tests.support.wandb_reader import records
 from utils.config.load import load_config
 
@@ -281,14 +279,11 @@ def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
 # ---- the whole pipeline -----------------------------------------------------------------------------------
 
 
-def run(module: str, folder: Path, *more: str) -> int:
-    """A stage as a process; what it prints is kept beside its files."""
-    command = [sys.executable, "-m", module, *more]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with (folder / f"{module}.log").open("a") as log:
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, check=False
-        ).returncode
+def run(out: Path, *stages: list[str]) -> list[int]:
+    """The exit codes of stages; what they print is kept beside their files, as their own logs are."""
+    (folder := out / f"printed_{stages[0][0]}").mkdir()
+    ends = run_copies("import pretraining.train", MODULE_OF_WORDS, stages, folder, in_turn=True)
+    return [code for code, _, _ in ends]
 
 
 @pytest.mark.slow
@@ -318,20 +313,20 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     overrides = [o for o in pipeline_overrides(out) if not o.startswith("data.gcs_root")]
     overrides += [f"data.gcs_root={source}", "data.max_reject_fraction=0.9", "wandb.mode=offline"]
     stage = ["--config", str(SMOKE), *overrides]
-    assert run("data_setup.prepare", out, *stage, "--check-only", "--workers", "0") in (0, 1)
-    assert run("data_setup.prepare", out, *stage, "--workers", "2") == 0
-    assert run("pretraining.train", out, *stage) == 0
-    assert run("finetuning.evaluate", out, *stage) == 0
-    assert run("utils.report", out, str(out / "run")) == 0
+    prepare = ["data_setup.prepare", *stage, "--workers"]
+    modules = ("pretraining.train", "finetuning.evaluate")
+    begun = [[*prepare, "0", "--check-only"], [*prepare, "2"], *([module, *stage] for module in modules)]
+    checked, *others = run(out, *begun, ["utils.report", str(out / "run")])
+    assert (checked in (0, 1), others) == (True, [0] * 4)
     # without a manifest the header's SOPInstanceUID is the scan's, as the page says
     next(path for path, name in lied.items() if name == "another id").unlink()
-    of_run = ["--checkpoint", str(out / "run"), "--out"]
-    assert run("finetuning.embed", out, *of_run, str(out / "embedded"), "--dicom", str(source)) == 1
-    task = ["--config", str(ROOT / "configs" / "cls_linear_probe.yaml"), "--checkpoint", str(out / "run")]
+    dicom, of_run = ["--dicom", str(source)], ["--checkpoint", str(out / "run")]
+    task = ["--config", str(ROOT / "configs" / "cls_linear_probe.yaml"), *of_run, f"run.dir={out / 'probe'}"]
     quick = ["train.epochs=1", "head.learning_rates=[1e-2]", "head.weight_decays=[0.01]"]
-    assert run("finetuning.train", out, *task, f"run.dir={out / 'probe'}", *quick) == 0
     of_head = ["--checkpoint", str(out / "probe"), "--out", str(out / "predicted")]
-    assert run("finetuning.predict", out, *of_head, "--dicom", str(source)) == 1
+    embed = ["finetuning.embed", *of_run, "--out", str(out / "embedded"), *dicom]
+    predict = ["finetuning.predict", *of_head, *dicom]
+    assert run(out, embed, ["finetuning.train", *task, *quick], predict) == [1, 0, 1]
 
     index = PreparedStore.open(str(out / "store")).index
     status = {source / p: s for p, s in zip(index.path, index.status, strict=True)}
@@ -340,7 +335,7 @@ def test_nothing_planted_reaches_store_logs_checkpoints_reports_or_wandb(
     assert status[not_dicom] == RejectReason.NOT_DICOM
     assert (index.status == "kept").sum() >= len(index) - len(lied) - 1
     written = {p.suffix for p in out.rglob("*") if p.is_file()}
-    assert written >= {".parquet", ".json", ".jsonl", ".html", ".wandb", ".log", ".pt"}, written
+    assert written >= {".parquet", ".json", ".jsonl", ".html", ".wandb", ".txt", ".pt"}, written
     assert leaks(out) == []
     volumes = zarr.open_array(str(out / "store"), path="volumes", mode="r")[:]
     assert not NEEDLE.search(volumes.tobytes())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -90,6 +90,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "embed": ("data.", "train.use_bf16", "model.feature_blocks"),
     "evaluate": ("data.", "eval.", "run.", "task.labels_path", "task.id_column", "model.checkpoint"),
 }
+_SCHEMA = OmegaConf.structured(Config)  # once: it takes longer than a file does
 log = logging.getLogger(__name__)
 
 
@@ -105,7 +106,7 @@ def load_config(
 
 def changed_config(cfg: Config, overrides: Sequence[str], where: str) -> Config:
     """A configuration with `section.key=value` overrides on top, checked as load_config does."""
-    return _checked(OmegaConf.create({}), overrides, yaml.safe_load(to_yaml(cfg)), where)
+    return _checked(OmegaConf.create({}), overrides, asdict(cfg), where)
 
 
 def storage_options_of(overrides: Sequence[str]) -> StorageOptions:
@@ -142,7 +143,7 @@ def _checked(loaded: Any, overrides: Sequence[str], base: Mapping[str, Any] | No
             _check_shapes(Config, part, where)
         references = [reference for part in written for reference in _references(part)]
         _refuse_resolvers(references, where)
-        merged = OmegaConf.merge(OmegaConf.structured(Config), dict(base or {}), loaded, changes)
+        merged = OmegaConf.merge(_SCHEMA, dict(base or {}), loaded, changes)
         _check_references(references, merged, where)
         cfg = OmegaConf.to_object(merged)
     except (OmegaConfBaseException, yaml.YAMLError) as error:
@@ -167,7 +168,7 @@ def config_of_yaml(text: str, where: str, *, to_go_on: bool = False) -> Config:
         saved = _without_gone_keys(OmegaConf.create(text), where, kept)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
-        cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
+        cfg = OmegaConf.to_object(OmegaConf.merge(_SCHEMA, saved))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {_one_line(error)}") from error
     assert isinstance(cfg, Config)
@@ -321,7 +322,7 @@ def accumulation_steps(train: TrainConfig, world_size: int) -> int:
 
 def to_yaml(cfg: Config) -> str:
     """The whole resolved configuration as YAML text."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(cfg)), resolve=True)
 
 
 def changed_keys(old: Config, new: Config) -> list[tuple[str, Any, Any]]:

@@ -318,7 +318,7 @@ def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
     out = tmp_path / "results.md"
-    evidence_command("data", "--pretraining", "8", "--evaluation", "24", *changes)
+    evidence_command("data", "--pretraining", "4", "--evaluation", "15", *changes)
     only = ("--only", f"penalty_only,{SCRATCH[0]}")  # the reference and the other controls come along
     evidence_command("run", "--steps", "2", "--seeds", "1", *only, *changes)
     evidence_command("table", "--out", str(out))

@@ -19,6 +19,7 @@ from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
 from benchmarks.evidence.scores import save_scores, score
 from benchmarks.truth_tokens import layer_occupancy
+from data_setup import prepare
 from data_setup.manifest import read_records, unknown_record
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
@@ -62,18 +63,27 @@ def eyes(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, tmp_path: Path) -> None:
-    cfg = arm_config(arm_by_name("vjepa2"), 0, 1, tmp_path, GEOMETRY)
-    make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
-    truth = read_truth(tmp_path)
+@pytest.fixture(scope="module")
+def made(eyes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The root of `evidence real` with the data of the eyes."""
+    root, real = tmp_path_factory.mktemp("made"), prepare.main
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "main", lambda words: real([*words, "--workers", "0"]))
+        cfg = arm_config(arm_by_name("vjepa2"), 0, 2, root, GEOMETRY)
+        make_real_data(root, eyes, cfg, CONFIG, GEOMETRY)
+    return root
+
+
+def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, made: Path) -> None:
+    cfg, truth = arm_config(arm_by_name("vjepa2"), 0, 2, made, GEOMETRY), read_truth(made)
     assert truth.classes == ("",)
     assert truth.thickness_um.shape[1] == 0
     table = read_table(eyes)
     labelled = set(table["person_id"][table["labels"].notna()])
     assert set(truth.person) == labelled
-    trained = PreparedStore.open(str(tmp_path / "pretraining_store")).index
+    trained = PreparedStore.open(str(made / "pretraining_store")).index
     assert not set(trained["person_id"]) & labelled
-    index = PreparedStore.open(str(tmp_path / "evaluation_store")).index
+    index = PreparedStore.open(str(made / "evaluation_store")).index
     names = {
         row.path: row.sop_instance_uid
         for row in read_records(load_config(CONFIG, [f"data.gcs_root={eyes}"])).records
@@ -87,7 +97,7 @@ def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, tmp_path: P
         assert np.abs(occupancy[used] - exact[used]).mean() < 0.01
         assert np.corrcoef(occupancy[used].ravel(), exact[used].ravel())[0, 1] > 0.98
     # each label volume has a picture: grey but for the layers' edges in its middle B-scan
-    pictures = sorted((tmp_path / "labels").glob("*.png"))
+    pictures = sorted((made / "labels").glob("*.png"))
     assert len(pictures) == len(truth.rows)
     of_path = table.set_index("filepath")["labels"]
     for path in truth_paths(index, truth.rows):
@@ -200,36 +210,26 @@ def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_labelled_eyes(eyes: Path, tmp_path: Path) -> None:
+def test_the_whole_command_on_labelled_eyes(eyes: Path, made: Path) -> None:
     """The reference is trained; the controls have been scored (test_arms.py trains them)."""
-    cfg = arm_config(arm_by_name("vjepa2"), 0, 2, tmp_path, GEOMETRY)
-    make_real_data(tmp_path, eyes, cfg, CONFIG, GEOMETRY)
-    truth, rng = read_truth(tmp_path), np.random.default_rng(0)
+    cfg = arm_config(arm_by_name("vjepa2"), 0, 2, made, GEOMETRY)
+    truth, rng = read_truth(made), np.random.default_rng(0)
     for name in CONTROLS[1:]:
         guess = rng.normal(size=(*truth.tokens.shape, 3))
         noise = score(truth, None, lambda _, guess=guess: guess, cfg.grid)
-        save_scores(run_dir(tmp_path, arm_by_name(name), 0), noise, {"name": name, "seed": 0, "steps": 2})
+        save_scores(run_dir(made, arm_by_name(name), 0), noise, {"name": name, "seed": 0, "steps": 2})
     changes = [word for change in GEOMETRY for word in ("--change", change)]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.evidence",
-        "real",
-        "--data",
-        str(eyes),
-        "--root",
-        str(tmp_path),
-    ]
+    command = [sys.executable, "-m", "benchmarks.evidence", "real", "--data", str(eyes), "--root", str(made)]
     words = [*command, "--steps", "2", "--seeds", "1", "--only", "vjepa2", *changes]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["name"]: row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
+    rows = {row["name"]: row for row in json.loads((made / "table.json").read_text())["rows"]}
     assert {"vjepa2", *CONTROLS} <= set(rows)
-    assert (tmp_path / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()
+    assert (made / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()
     assert set(rows["vjepa2"]["tasks"]) == {"occupancy", "occupancy_hidden"}
     assert {"place", "own_voxels", "27_patches", "1024_random_of_27"} < set(rows)
-    page = (tmp_path / "real.md").read_text()
+    page = (made / "real.md").read_text()
     assert "`python -m benchmarks.evidence real --data FOLDER --steps 2 --seeds 1 --only " in page
     assert f" --change '{GEOMETRY[0]}'" in page
     assert f"{len(truth.rows)} of {len(truth.rows)} with labels evaluated." in page
-    assert "* layer occupancy, R2. Shown: " in (tmp_path / "real.md").read_text()
+    assert "* layer occupancy, R2. Shown: " in (made / "real.md").read_text()

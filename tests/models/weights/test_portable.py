@@ -24,6 +24,7 @@ from data_setup.resample import BLENDED, NEAREST, resample_frames
 from data_setup.store.writer import measure
 from data_setup.transforms import identity_matrix, token_valid
 from models.probes.features import pool_tokens
+from models.vit3d import SIZES, Size
 from models.vjepa3d import build_encoder
 from models.weights import load_encoder
 from models.weights.__main__ import main
@@ -39,8 +40,9 @@ Triple = tuple[float, float, float]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported encoder whose weights are far from their initialisation."""
+def folder(tmp_path_factory: pytest.TempPathFactory, _small_ti: None) -> Path:
+    """An exported encoder of two blocks whose weights are far from their initialisation."""
+    SIZES["ti"] = Size(2, 128, 2)  # _small_ti puts it back
     root = tmp_path_factory.mktemp("portable")
     words = ["export", "--checkpoint", str(own_checkpoint(root / "run", config()))]
     words += ["--portable", str(root / "out")]

@@ -109,21 +109,22 @@ class Job(ABC):
         return None, fields | {"status": status, "message": message}
 
     def is_done(self, written: Mapping[str, Any] | None) -> bool:
-        """Whether the row's JSON is of this volume and of these files."""
+        """Whether the row is of this volume and of these files."""
+        return self.files_of(written) is not None
+
+    def files_of(self, written: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """What `source` says now, where the row is of this volume and of these files; else None."""
         if written is None or written["status"] != KEPT or written["path"] != self.path:
-            return False
+            return None
         if written["volume"] != self.store.index.checksum[self.row]:
-            return False
+            return None
         try:
             source = self.source()
         except (storage.StorageError, OCTReadError):
-            return False  # `write` meets the same error and counts it
+            return None  # `write` meets the same error and counts it
         known = {name: written[name] for name in source}
         older = source | {k: v.partition(".")[0] for k, v in source.items() if isinstance(v, str)}
-        if known == older != source:  # a row that knows no digest of the ends
-            rows = SideWriter(self.KIND, self.store.url, self.store.options).rows
-            rows.write(self.row, {**written, **source})
-        return known in (source, older)
+        return source if known in (source, older) else None  # older: a row that knows no digest of the ends
 
 
 def match_lines(
@@ -183,7 +184,11 @@ def run(jobs: Sequence[Job], workers: int, unit: str) -> tuple[pd.DataFrame, lis
     kind, store, rows = jobs[0].KIND, jobs[0].store, [job.row for job in jobs]
     writer = SideWriter(kind, store.url, store.options)
     written = writer.rows.read()
-    to_do = [job for job in jobs if not job.is_done(written.get(job.row))]
+    done = {job.row: files for job in jobs if (files := job.files_of(written.get(job.row))) is not None}
+    for row, files in done.items():
+        if written[row] | files != written[row]:
+            writer.rows.write(row, written[row] | files)
+    to_do = [job for job in jobs if job.row not in done]
     away = _write_all(to_do, workers, kind.name, unit)
     index = writer.finalise(rows)
     if scores := jobs[0].SCORES:

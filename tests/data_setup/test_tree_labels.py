@@ -17,7 +17,7 @@ from PIL import Image
 
 from data_setup import prepare
 from data_setup.attach.grid import nearest_voxels
-from data_setup.attach.labels import VolumeJob, prepare_labels
+from data_setup.attach.labels import VolumeJob, prepare_labels, read_jobs
 from data_setup.attach.stored import OF_LABELS, StoredHeights, StoredLabels
 from data_setup.export.predictions import write_height_map
 from data_setup.readers.faults import OCTReadError
@@ -498,6 +498,11 @@ def test_another_run_does_nothing(tree: Path) -> None:
     first = rows[0].read_text()
     version = json.loads(first)["source_version"]
     rows[0].write_text(first.replace(version, version.partition(".")[0]))  # as an older program wrote it
+    cfg = load_config(SMOKE, words(tree)[4:])
+    store = PreparedStore.open(cfg.data.store)
+    older = {**json.loads(rows[0].read_text()), "message": np.nan}  # as a table has it
+    assert next(job for job in read_jobs(cfg, store)[0] if job.row == 0).is_done(older)  # and writes nothing
+    assert rows[0].read_text() != first
     assert prepare.main([*words(tree), "--labels"]) == 0
     assert rows[0].read_text() == first
     files = [tree / "labels0.npz", tree / "labels1" / "mask_0_of_eye.png", tree / "labels2.nii.gz"]

@@ -501,7 +501,8 @@ def test_another_run_does_nothing(tree: Path) -> None:
     cfg = load_config(SMOKE, words(tree)[4:])
     store = PreparedStore.open(cfg.data.store)
     older = {**json.loads(rows[0].read_text()), "message": np.nan}  # as a table has it
-    assert next(job for job in read_jobs(cfg, store)[0] if job.row == 0).is_done(older)  # and writes nothing
+    (job,) = (job for job in read_jobs(cfg, store)[0] if job.path == older["path"])
+    assert job.is_done(older)  # and writes nothing
     assert rows[0].read_text() != first
     assert prepare.main([*words(tree), "--labels"]) == 0
     assert rows[0].read_text() == first

@@ -227,8 +227,11 @@ def _manifest_rows(url: str, options: StorageOptions) -> tuple[list[Record], lis
     skipped: Counter[str] = Counter()
     people: dict[str, str] = {}  # path -> person
     twins = twin_ids(row[id_column] for row in table.values())
+    spelled = {path_of(row["filepath"]) for row in table.values()}
     for line, row in table.items():
         path = path_of(row["filepath"])
+        if path and (plain := re.sub(r"^(\./+)+", "", path)) in spelled:  # both a.nii and ./a.nii
+            path = plain
         person_id = person_id_of(row[id_column], twins)
         uid = fact_of(row.get("sop_instance_uid")) or ""
         known = protocol_of_path(path) if path else None

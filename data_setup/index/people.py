@@ -8,11 +8,10 @@ import hashlib
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
-from itertools import islice
 from pathlib import PurePosixPath
 
 from data_setup.tables.text import SIDES
@@ -22,7 +21,7 @@ _VISIT = re.compile(
     r"(?i)(visits?|scans?|vols?|volumes?|octs?|series|exams?|eyes?|oeil|œil|auge|ojo|occhio|olho|img|images?|bscans?|exports?|baseline|bl|month"
     r"|week|year|day|tag|woche|monat|jahr|jour|mois|ses|session|timepoint|fu|fup|followup|follow|up|horizontal|vertical|masks?|labels?"
     r"|annotations?|segs?|segmentations?|gt|groundtruth|localizer|slo|enface|besuch|visite|visita|termin"
-    r"|untersuchung|suivi)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]"
+    r"|untersuchung|suivi|pre|post|before|after|avant|apr[eè]s|vorher|nachher)\d*|v\d{0,2}|t\d{1,2}|(?-i:ch\d)|chan(nel)?\d{1,2}|(images|labels)t[rs]"
 )
 _PROTOCOL = re.compile(
     r"(?i)[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm"
@@ -32,7 +31,7 @@ _PROTOCOL = re.compile(
 # Folders of many people: a number in one of them is a person of its own.
 _MANY = re.compile(
     r"(?i)(site|center|centre|clinic|group|cohort|study|batch|part|set|data|dataset|raw|train|val|test|nifti|nii|tif"
-    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|normal|control|controls|healthy|patients|subjects|people)\d*"
+    r"|tiff|dicom|dcm|png|jpg|amd|dme|dr|cnv|drusen|glaucoma|uveitis|cataract|myopia|[bc]?rvo|cscr?|normal|control|controls|healthy|patients|subjects|people)\d*"
 )
 _SHORT = re.compile(r"\d{1,3}")
 _UID = re.compile(r"[12](\.\d+){3,}")  # of a study or a series: several are one person's
@@ -44,7 +43,7 @@ _DATE = re.compile(  # with the time behind it
     rf"(?i)(?<!\d)(?:(?:19|20)\d\d{_MONTH}\d\d?|\d\d?{_MONTH}(?:19|20)\d\d)(?!\d)"
     r"(?:[-_ T]+(?:[0-2]\d[-_.:h][0-5]\d(?:[-_.:][0-5]\d)?|[0-2]\d[0-5]\d[0-5]\d)(?!\d))?"
 )
-_YEAR = re.compile(r"(19|20)\d\d(_(0?[1-9]|1[0-2]))?")  # or a month of it
+_YEAR = re.compile(r"20(0[6-9]|[123]\d)(_(0?[1-9]|1[0-2]))?")  # of such an OCT, or a month of it
 _TIME_POINT = re.compile(r"[mwdy](0|[1-9]\d?)", re.IGNORECASE)  # a month, week, day or year of a trial
 _TIME_POINTS = {0, 1, 3, 4, 6, 8, 9, 12, 16, 18, 24, 36, 48, 52, 60, 72, 96}
 _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a person there
@@ -52,7 +51,7 @@ _TIME = re.compile(r"([01]\d|2[0-3])([0-5]\d){2}")  # behind a date; 1003 is a p
 # `Patient1`: a name whatever is below it, but a longer number or another such name
 _PATIENT = re.compile(r"(?i)(pat(ient)?|sub(j(ect)?)?|participant|case|proband|pid|mrn)[-_ ]*\d+")
 _NOBODY = re.compile(r"horizontal|vertical|masks?|labels?|visit\d*|[vt]\d{1,2}", re.IGNORECASE)
-_FILE_NUMBER = re.compile(r"(?i)(im|img|image|i|z|dcm|dicom|file|frame|slice)_?\d+|\d{1,3}")  # IM0001
+_FILE_NUMBER = re.compile(r"(?i)(im|img|image|i|z|dcm|dicom|file|frame|slice)_?\d+")  # IM0001
 _COPY = re.compile(  # what a file manager adds to the name of a copy
     r"(?i)^(kopie|cop(y|ie|ia))( \d+)?[ _-]+(von|of|de|di)[ _-]+|[ _-]+(kopie|cop(y|ie|ia))\b| \(\d+\)$"
 )
@@ -110,7 +109,7 @@ def person_of_path(
     """
     names = _parts(path, by_folder, channels)
     study = _study(names)
-    accepted = list(islice(_accepted(names, by_folder and not study, ids), 1))
+    accepted = _accepted(names, by_folder and not study, ids)
     if accepted and not (study and by_folder and accepted[0][1] == path.rpartition("/")[0]):
         return accepted[0]
     if study:  # better than the file's name
@@ -150,7 +149,7 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     above: dict[int, tuple[str, str]] = {}
     parents: list[tuple[str, str]] = []
     for nth, ((path, by_folder), (person, _)) in enumerate(zip(paths, people, strict=True)):
-        nearest = list(islice(_accepted(_parts(path, by_folder, channels), by_folder, ids), 2))
+        nearest = _accepted(_parts(path, by_folder, channels), by_folder, ids)[:2]
         parents += nearest[1:]
         # Lens1 is no id beside 1001, P1 is one beside A2
         number = r"\d{3}" if re.search(r"\d", person) else r"\d"
@@ -160,9 +159,13 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
         is_word = person in dates or not re.search(r"\d{3}", person)
         # no file that is numbered below its folder
         is_above = len(nearest) == 2 and not (by_folder and _FILE_NUMBER.fullmatch(nearest[1][0]))
-        if is_above and is_word and re.search(number, nearest[1][0]) and not _YEAR.fullmatch(nearest[1][0]):
+        if is_above and is_word and re.search(number, nearest[1][0]):
             above[nth] = nearest[1]
-            places[_word_of(person)].add("/".join(nearest[1][::-1]))
+    years = {nth for nth, (name, _) in above.items() if _YEAR.fullmatch(name)}
+    if len({above[nth][0] for nth in years}) <= len({people[nth][0] for nth in years}):  # 2019/Anna
+        above = {nth: one for nth, one in above.items() if nth not in years}
+    for nth, one in above.items():
+        places[_word_of(people[nth][0])].add("/".join(one[::-1]))
     is_of_files = all(one[1] == path.rpartition("/")[0] for (path, _), one in zip(paths, people, strict=True))
     names = {one for one, _ in people}
     is_one_word = is_of_files and len(names) == 1 and not re.search(r"\d", min(names))
@@ -175,11 +178,12 @@ def people_of_paths(paths: Sequence[tuple[str, bool]]) -> list[tuple[str, str]]:
     studies = [_study(_parts(path, by_folder, channels)) for path, by_folder in paths]
     below: dict[tuple[str, str], dict[str, set[str]]] = {}  # (word or year, its place) -> folder -> UIDs
     for (person, top), (uid, folder) in ((p, s) for p, s in zip(people, studies, strict=True) if s):
-        is_inside = folder.startswith(f"{top}/" if top else "") and folder
-        if is_inside and re.fullmatch(r"\D+|(19|20)\d\d", person):  # Glaucoma/OD/UID is below Glaucoma too
+        is_right_below = folder and top == folder.rpartition("/")[0]
+        is_inside = _MANY.fullmatch(person) and folder.startswith(f"{top}/" if top else person)
+        if is_inside or (is_right_below and re.fullmatch(r"\D+|(19|20)\d\d", person)):
             below.setdefault((person, top), defaultdict(set))[folder].add(uid)
-    words = {person for person, folders in below.items() if max(map(len, folders.values())) > 1}
-    return [s if s and p in words else p for p, s in zip(people, studies, strict=True)]
+    shared = {place for place, folders in below.items() if max(map(len, folders.values())) > 1}
+    return [s if s and p in shared else p for p, s in zip(people, studies, strict=True)]
 
 
 def _study(names: _Names) -> tuple[str, str] | None:
@@ -268,19 +272,21 @@ def _parts(path: str, by_folder: bool, channels: Collection[str]) -> _Names:
     return [*names[1:], names[0]] if by_folder else names
 
 
-def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> Iterator[tuple[str, str]]:
+def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> list[tuple[str, str]]:
     """(person, folder) of the names that may be one, the best first."""
     most = len(max((above for _, above in names), key=len))
-    has_numbers = by_folder and _FILE_NUMBER.fullmatch("_".join(_names(names[-1][0], ids)) or "0")
     patient = next((n for n, (name, _) in enumerate(names) if _PATIENT.match(name)), len(names))
+    accepted: list[tuple[str, str]] = []
     for nth, (name, above) in enumerate(names):
         words = _names(name, ids)
         if not words or (nth < patient < len(names) and not re.search(r"\d{4}", "_".join(words))):
             continue
         is_short = all(map(_SHORT.fullmatch, words))
         is_hidden = is_short and any(_hides(_names(f, ids), len(above) == most) for f in above)
-        if not is_hidden and (has_numbers or not all(map(_MANY.fullmatch, words))):
-            yield "_".join(words), "/".join(above)
+        if not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
+            accepted.append(("_".join(words), "/".join(above)))
+    is_id = [bool(re.search(r"\d{3}", name) and not _FILE_NUMBER.fullmatch(name)) for name, _ in accepted]
+    return sorted(accepted, key=lambda one: any(is_id) and bool(_MANY.fullmatch(one[0])))  # AMD/1001.dcm
 
 
 def _is_date(word: str) -> bool:

@@ -144,17 +144,16 @@ def integer_of(value: str | None) -> int | None:
 
 
 def path_of(value: str | None) -> str | None:
-    """A path relative to the root, without / or ./ at its start; None in an empty cell. Blanks at its ends
+    """A path relative to the root, without a slash at its start; None in an empty cell. Blanks at its ends
     and names such as `none` are the file's: so the index writes what prepare finds.
     """
-    text = re.sub(r"^(\./+)+", "", (value or "").strip("/")).removeprefix("dataset/")
+    text = (value or "").strip("/").removeprefix("dataset/")
     return text if text.strip() and ".." not in text.split("/") else None
 
 
 def clean_path(value: str | None) -> str | None:
-    """The path in a cell that may say that there is none; ./ (of labels: the manifest's folder) stays."""
-    text = fact_of(value)
-    return f"./{path}" if (path := path_of(text)) and text and text.startswith("./") else path
+    """The path in a cell that may say that there is none."""
+    return path_of(fact_of(value))
 
 
 def read_cells(

@@ -199,6 +199,7 @@ def test_a_sealed_zip_with_damage_is_one_line(tmp_path: Path) -> None:
         (PermissionError(errno.EACCES, "not mine"), 2),
         (ConnectionError("away"), 75),
         (TimeoutError("away"), 75),
+        (OSError(errno.ESTALE, "a mount that went"), 75),
     ],
     ids=str,
 )

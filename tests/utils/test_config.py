@@ -27,6 +27,7 @@ from utils.config.load import (
     config_of_yaml,
     flatten,
     load_config,
+    require_changes,
     to_yaml,
 )
 from utils.config.recipes import RECIPES, Recipe
@@ -65,6 +66,12 @@ PRETRAINING = [path for path in SHIPPED if not below(path)]
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda p: p.stem)
 def test_every_pretraining_configuration_can_be_switched_to_mae(path: Path) -> None:
     assert load_config(path, MAE).method.recipe == "mae"
+
+
+def test_what_a_head_may_change_is_read_by_key() -> None:
+    require_changes("predict", ["model={checkpoint: x}", "data.workers=1"])
+    with pytest.raises(ConfigError, match="expected only changes of data"):
+        require_changes("predict", ["model={checkpoint: x, size: s}"])
 
 
 def test_methods_configurations_hold_the_methods_values() -> None:

@@ -128,9 +128,15 @@ def require_changes(command: str, overrides: Sequence[str]) -> StorageOptions:
     """data.storage_options of the words; raises ConfigError for one that is no key, or may not change."""
     options, names = storage_options_of(overrides), MAY_CHANGE[command]
     for word in overrides:
-        if not f"{word.partition('=')[0]}.".startswith(names):
-            expected = f"expected only changes of {', '.join(names)}, since the rest is as in training"
-            raise ConfigError(f"override {word!r}: {expected}, found another")
+        part: Any = OmegaConf.to_container(read_words([word]))
+        written = [
+            f"{name}.{key}."
+            for name, keys in part.items()
+            for key in (keys if isinstance(keys, dict) else [""])
+        ]
+        if not all(key.startswith(names) for key in written):
+            expected = f"expected only changes of {', '.join(names)}, found another"
+            raise ConfigError(f"override {word!r}: {expected}; leave it out: the rest is as in training")
     return options
 
 

@@ -33,6 +33,7 @@ _T = TypeVar("_T")
 # tests pass.
 VERSIONS = {"gcsfs": ">=2025.3,<2026.11", "s3fs": ">=2025.3,<2026.10"}
 _SCHEME_ALIASES = {"gcs": "gs", "s3a": "s3"}
+_AWAY = (errno.ENOTCONN, errno.ESTALE, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH)  # a mount's
 _CLOUDS = {  # how to log in, and what an account needs
     "gs": (
         "gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS",
@@ -245,7 +246,8 @@ def storage_error(url: str, error: BaseException) -> StorageError:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(url, "no space left; free some and run again, finished work is kept")
     what = "disk" if scheme == "file" else "connection"
-    kind = StorageAwayError if isinstance(error, (ConnectionError, TimeoutError)) else StorageError
+    is_away = isinstance(error, (ConnectionError, TimeoutError)) or getattr(error, "errno", None) in _AWAY
+    kind = StorageAwayError if is_away else StorageError
     return kind(url, f"{describe(error)}; check the {what} and run again")
 
 

@@ -25,8 +25,10 @@ _VISIT = re.compile(
 )
 _PROTOCOL = re.compile(
     r"(?i)[sf]?d|ss|cube|macula|macular|raster|radial|star|line|lines|disc|onh|angio|octa|wide|widefield|hd|3d|\d+(x\d+)+|\d+mm"
-    r"|makula|fovea|papill[ae]|optic|nerve|sehnerv|heidelberg|spectralis|topcon|maestro2?|triton|zeiss|cirrus"
-    r"|optovue|avanti|nidek|canon"
+    r"|makula|fovea|papill[ae]|optic|nerve|sehnerv"
+)
+_DEVICE = re.compile(
+    r"(?i)heidelberg|spectralis|topcon|maestro2?|triton|zeiss|cirrus|optovue|avanti|nidek|canon"
 )
 # Folders of many people: a number in one of them is a person of its own.
 _MANY = re.compile(
@@ -282,11 +284,18 @@ def _accepted(names: _Names, by_folder: bool, ids: Collection[str]) -> list[tupl
         if not words or (nth < patient < len(names) and not re.search(r"\d{4}", "_".join(words))):
             continue
         is_short = all(map(_SHORT.fullmatch, words))
-        is_hidden = is_short and any(_hides(_names(f, ids), len(above) == most) for f in above)
+        is_file = len(above) == most
+        is_hidden = is_short and any(_hides(_names(f, ids), is_file) for f in above)
+        is_hidden |= (
+            is_short and is_file and any(_DEVICE.fullmatch(word) for f in above for word in _words(f))
+        )
         if not is_hidden and (by_folder or not all(map(_MANY.fullmatch, words))):
             accepted.append(("_".join(words), "/".join(above)))
-    is_id = [bool(re.search(r"\d{3}", name) and not _FILE_NUMBER.fullmatch(name)) for name, _ in accepted]
-    return sorted(accepted, key=lambda one: any(is_id) and bool(_MANY.fullmatch(one[0])))  # AMD/1001.dcm
+    no_id = (_FILE_NUMBER, _YEAR)
+    ids_of = [
+        one for one, _ in accepted if re.search(r"\d{3}", one) and not any(p.fullmatch(one) for p in no_id)
+    ]
+    return sorted(accepted, key=lambda one: bool(ids_of and _MANY.fullmatch(one[0])))  # AMD/1001.dcm
 
 
 def _is_date(word: str) -> bool:
@@ -309,6 +318,8 @@ def _names_of(name: str) -> tuple[tuple[str, bool], ...]:
         is_date = _is_date(word)
         if _side(word) or _VISIT.fullmatch(word) or _PROTOCOL.fullmatch(word):
             is_after = True
+        elif _DEVICE.fullmatch(word):
+            continue
         elif not (is_after and _SHORT.fullmatch(word)) and not (is_dated and _TIME.fullmatch(word)):
             names.append((word, is_date))
             is_after = is_date

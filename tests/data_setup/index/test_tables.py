@@ -361,6 +361,8 @@ def test_people_and_eyes_by_path(path: str, by_folder: bool, person: str, side: 
         ("patients/101_OD.dcm patients/102_OS.dcm patients/103_OS.dcm", "101 102 103"),
         ("001/AMD/OD/OCT.dcm 002/DME/OD/OCT.dcm 003/AMD/OD/OCT.dcm", "001 002 003"),
         ("AMD1/stack.dcm AMD2/stack.dcm AMD3/stack.dcm", "AMD1 AMD2 AMD3"),
+        ("2019/AMD1/stack.dcm 2019/AMD1/OS.dcm 2020/AMD2/stack.dcm", "AMD1 AMD1 AMD2"),
+        ("Topcon/1/V1/OD/1 Topcon/1/V2/OD/1 Topcon/2/V1/OD/1", "1 1 2"),
         ("2001/Before/OD 2001/After/OD 2002/Before/OD 2003/After/OD", "2001 2001 2002 2003"),
         ("2011/Depth/OD 2011/Depth/OS 2012/Depth/OD 2013/Depth/OS", "2011 2011 2012 2013"),
         ("Anna/OD/1.2.8.1/a.dcm Anna/OD/1.2.8.2/a.dcm Berta/OD/1.2.8.3/a.dcm", "Anna Anna Berta"),

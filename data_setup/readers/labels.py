@@ -24,7 +24,7 @@ from data_setup.protocols import Shape
 from data_setup.readers import nifti
 from data_setup.readers.arrays import check_once
 from data_setup.readers.dicom import open_file
-from data_setup.readers.faults import OCTReadError, RejectReason
+from data_setup.readers.faults import OCTReadError, RejectReason, named_faults
 from data_setup.readers.heights import read_stated_heights
 from data_setup.readers.images import MAX_PIXELS, is_image, ordered_images, upright
 from data_setup.readers.open_record import with_ends
@@ -72,7 +72,7 @@ def read_label_volume(
         values = _arrays(url, ("labels",), options)["labels"]
     elif name.endswith(_NIFTI):
         row = parse_sidecar(volume_yaml.encode(), url) if volume_yaml else Sidecar()
-        with open_file(url, options) as file:
+        with open_file(url, options) as file, named_faults(url, RejectReason.CORRUPT_FILE, "a NIfTI file"):
             sidecar = read_sidecars(_yaml_urls(url, path, scan), options, row)
             values, flip_d = nifti.read_array(file, url, sidecar)
     else:

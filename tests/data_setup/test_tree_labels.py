@@ -431,6 +431,13 @@ def test_only_storage_that_is_away_is_to_be_tried_again(
         assert prepare_labels(config, 0) == EXIT_TRY_AGAIN
 
 
+def test_a_mask_that_its_disk_does_not_give_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mask.nii").symlink_to("/proc/self/mem")  # of which the first byte is an error of reading
+    scan = f"{tmp_path}/eye.nii", "eye.nii"
+    with pytest.raises(storage.StorageError, match=r"mask\.nii: reading failed: .*run again"):
+        read_label_volume(f"{tmp_path}/mask.nii", "mask.nii", (2, 3, 4), scan)
+
+
 def test_surfaces_that_do_not_fit_are_counted_too(small: Path, config: Config) -> None:
     path, whole = small / "lines1.npz", surfaces_of(make_voxels(1))
     wrong = {

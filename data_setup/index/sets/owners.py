@@ -14,14 +14,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import tifffile
 from PIL import Image
 
-from data_setup.index.sets import read
 from data_setup.index.sets.facts import Labels, Plug, Scan, Shape, Tree, folder_of, of_field
+from data_setup.readers import arrays
+from data_setup.readers.dicom import open_file
 from data_setup.readers.faults import OCTReadError, RejectReason
 from data_setup.readers.images import ordered_images
+from data_setup.readers.labels import whole_numbers
 from data_setup.readers.sidecar import Sidecar, reading
-from data_setup.tables.text import SIDES
+from data_setup.tables.text import SIDES, read_cells, require_columns
 from utils.errors import UserError
 
 Refine = Callable[[Scan, re.Match[str]], Scan]
@@ -34,7 +37,7 @@ _OCTA500_SHEET = ("ID", "OS/OD", "Age", "Disease")
 
 def octa500(plug: Plug, tree: Tree) -> Refine:
     sheets = tree.matches(r"(?:^|/)Text labels\.xlsx$")
-    people = {row["ID"]: row for match in sheets for row in read.sheet(tree, match.string, _OCTA500_SHEET)}
+    people = {row["ID"]: row for match in sheets for row in sheet(tree, match.string, _OCTA500_SHEET)}
     layers = {match[1]: match.string for match in tree.matches(r"(?:^|/)GT_Layers/(\d{5})\.mat$")}
 
     def refine(scan: Scan, match: re.Match[str]) -> Scan:
@@ -57,10 +60,11 @@ def octa500(plug: Plug, tree: Tree) -> Refine:
 
 
 def _octa500_labels(tree: Tree, path: str, count: int, shape: Shape) -> Labels:
-    names = read.names_of_arrays(tree, path)
+    with open_file(tree.url(path), tree.options) as file:
+        names = list(arrays.list_arrays(file, tree.url(path)))
     if len(names) != 1:
         raise OCTReadError(tree.url(path), RejectReason.NOT_A_VOLUME, "one array", ", ".join(names))
-    return Labels(surfaces=read.matlab_surfaces(tree, path, names[0], (0, 1, 2), count, shape))
+    return Labels(surfaces=matlab_surfaces(tree, path, names[0], (0, 1, 2), count, shape))
 
 
 # ---- Duke AMD (RPE: upper border of the RPE and drusen complex), Duke DME and OCTRIMA: the first grader's
@@ -68,23 +72,23 @@ DUKE_DME_FLUID, _UNGRADED = 1, 255
 
 
 def duke_amd_labels(tree: Tree, path: str, shape: Shape) -> Labels:
-    age = read.array(tree, path, "Age").ravel()
-    rows = read.matlab_surfaces(tree, path, "layerMaps", (2, 0, 1), 3, shape)
+    age = array(tree, path, "Age").ravel()
+    rows = matlab_surfaces(tree, path, "layerMaps", (2, 0, 1), 3, shape)
     return Labels(surfaces=rows, facts={"age": f"{age[0]:.0f}"} if age.size == 1 else {})
 
 
 def duke_dme_labels(tree: Tree, path: str, shape: Shape) -> Labels:
     url = tree.url(path)
-    fluid = read.checked(read.array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
+    fluid = checked(array(tree, path, "manualFluid1").transpose(2, 0, 1), shape, url)
     classes = np.where(fluid > 0, DUKE_DME_FLUID, 0).astype(np.uint8)
-    rows = read.matlab_surfaces(tree, path, "manualLayers1", (0, 2, 1), 8, shape)
+    rows = matlab_surfaces(tree, path, "manualLayers1", (0, 2, 1), 8, shape)
     # whatever fluid has there, NaN or 0: without a line nobody looked
     classes[np.isnan(fluid).all(axis=(1, 2)) | np.isnan(rows).all(axis=(0, 2))] = _UNGRADED
     return Labels(classes, rows)
 
 
 def octrima_labels(tree: Tree, path: str, shape: Shape) -> Labels:
-    return Labels(surfaces=read.matlab_surfaces(tree, path, "O1", (0, 2, 1), 8, shape))
+    return Labels(surfaces=matlab_surfaces(tree, path, "O1", (0, 2, 1), 8, shape))
 
 
 # ---- RETOUCH
@@ -103,7 +107,7 @@ def retouch(plug: Plug, tree: Tree) -> Refine:
 
 
 def _retouch_labels(plug: Plug, tree: Tree, path: str, shape: Shape) -> Labels:
-    values = read.classes_of(read.metaimage(tree, path), shape, tree.url(path))
+    values = classes_of(metaimage(tree, path), shape, tree.url(path))
     facts = {name: str(int((values == value).any())) for value, name in plug.label_classes.items()}
     return Labels(classes=values, facts=facts)
 
@@ -130,7 +134,7 @@ def _olives_visits(tree: Tree) -> dict[str, dict[str, str]]:
     """{folder from the trial on: what the table says}: a biomarker is there where any B-scan has it."""
     rows: dict[str, list[dict[str, str]]] = defaultdict(list)
     for match in tree.matches(r"(?:^|/)Biomarker_Clinical_Data_Images\.csv$"):
-        for row in read.sheet(tree, match.string, (OLIVES_PATH, "BCVA", "CST")):
+        for row in sheet(tree, match.string, (OLIVES_PATH, "BCVA", "CST")):
             rows[folder_of(row[OLIVES_PATH].strip("/"))].append(row)
     visits = {}
     for folder, every in rows.items():
@@ -156,7 +160,7 @@ _OIMHS_SHEET = ("Patient ID", "Eye ID", "Age(years)", "Stage")
 
 def oimhs(plug: Plug, tree: Tree) -> Refine:
     sheets = tree.matches(r"(?:^|/)Demographics of the participants\.(?:xlsx|csv)$")
-    eyes = {row["Eye ID"]: row for match in sheets for row in read.sheet(tree, match.string, _OIMHS_SHEET)}
+    eyes = {row["Eye ID"]: row for match in sheets for row in sheet(tree, match.string, _OIMHS_SHEET)}
 
     def refine(scan: Scan, match: re.Match[str]) -> Scan:
         row = eyes.get(match["id"], {})
@@ -187,7 +191,7 @@ def _oimhs_labels(plug: Plug, tree: Tree, folder: str, shape: Shape) -> Labels:
     masks = [_oimhs_mask(plug, tree, f"{folder}/{name}", url) for name in ordered]
     if len({mask.shape for mask in masks}) != 1:
         raise OCTReadError(url, RejectReason.FRAME_SIZE_MISMATCH, "masks of one size", "several")
-    return Labels(classes=read.checked(np.stack(masks), shape, url))
+    return Labels(classes=checked(np.stack(masks), shape, url))
 
 
 def _oimhs_mask(plug: Plug, tree: Tree, path: str, url: str) -> np.ndarray:
@@ -223,7 +227,10 @@ def octave(plug: Plug, tree: Tree) -> Refine:
 
 
 def _octave_labels(tree: Tree, path: str, shape: Shape) -> Labels:
-    return Labels(classes=read.classes_of(read.tiff(tree, path), shape, tree.url(path)))
+    url, data = tree.url(path), io.BytesIO(tree.read(path))
+    with reading(url, RejectReason.CORRUPT_FILE, "a TIFF file of labels"):
+        pages = np.asarray(tifffile.imread(data))
+    return Labels(classes=classes_of(pages, shape, url))
 
 
 def octave_names(tree: Tree) -> Mapping[int, str]:
@@ -266,9 +273,73 @@ def fairvision(plug: Plug, tree: Tree) -> Refine:
 
 def _fairvision_labels(plug: Plug, tree: Tree, path: str, label: str, shape: Shape) -> Labels:
     """The class as in the owners' own README, which counts them 0 to 3, and 0 and 1."""
-    facts, start = read.scalars(tree, path, (label,), ("age",)), f"{label} "
+    facts, start = scalars(tree, path, (label,), ("age",)), f"{label} "
     words = {k.removeprefix(start): name for k, name in plug.classes.items() if k.startswith(start)}
     if (value := facts[label]) not in words:
         expected = f"{label} of {', '.join(words)}"
         raise OCTReadError(tree.url(path), RejectReason.NOT_LABELS, expected, repr(value[:40]))
     return Labels(facts=facts | {label: words[value]})
+
+
+# ---- what several read
+def sheet(tree: Tree, path: str, required: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of a .csv or the first sheet of an .xlsx as text; raises UserError, StorageError."""
+    header, rows = read_cells(tree.url(path), tree.options, is_padded=True)
+    require_columns(header, required, tree.url(path))
+    return [{k: v.strip() for k, v in zip(header, cells, strict=True)} for cells in rows.values()]
+
+
+def array(tree: Tree, path: str, name: str) -> np.ndarray:
+    """An array of a .mat or .npz, axes as MATLAB or NumPy has them; raises OCTReadError, StorageError."""
+    with open_file(tree.url(path), tree.options) as file:
+        return arrays.load_array(file, tree.url(path), name)
+
+
+def metaimage(tree: Tree, path: str) -> np.ndarray:
+    """A MetaImage of x = W, y = H, z = D as [D, H, W]; raises OCTReadError, StorageError."""
+    url = tree.url(path)
+    with open_file(url, tree.options) as file:
+        meta = arrays.read_metaimage_header(file, url)
+        return arrays.read_voxels(file, url, meta, tree.options).transpose(2, 1, 0)
+
+
+def checked(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
+    """The same array; raises OCTReadError where its shape is not that of the scan."""
+    if values.shape != shape:
+        expected = f"labels of {' x '.join(map(str, shape))}, as the scan"
+        raise OCTReadError(
+            url, RejectReason.FRAME_SIZE_MISMATCH, expected, " x ".join(map(str, values.shape))
+        )
+    return values
+
+
+def classes_of(values: np.ndarray, shape: tuple[int, ...], url: str) -> np.ndarray:
+    """uint8 of the same whole numbers; raises OCTReadError where they are others, or not of the shape."""
+    return whole_numbers(checked(values, shape, url), url)
+
+
+def scalars(tree: Tree, path: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, str]:
+    """Single values of an .npz as text; raises OCTReadError where one is missing, StorageError."""
+    url = tree.url(path)
+    with (
+        open_file(url, tree.options) as file,
+        reading(url, RejectReason.CORRUPT_FILE, "an .npz file"),
+        np.load(file, allow_pickle=False) as content,
+    ):
+        present = set(content.files)
+        names = [name for name in (*required, *optional) if name in present]
+        values = {name: str(content[name].item()) for name in names}
+    if lacking := [name for name in required if name not in present]:
+        expected = f"an .npz with {', '.join(lacking)}"
+        raise OCTReadError(url, RejectReason.NOT_LABELS, expected, ", ".join(sorted(present)[:6]))
+    return values
+
+
+def matlab_surfaces(tree: Tree, path: str, name: str, axes: Shape, count: int, shape: Shape) -> np.ndarray:
+    """float32 [S, D, W], rows from 0, of an array of a .mat, for `count` surfaces of a scan of `shape`.
+    `axes`: the places of S, D and W in the file. Raises OCTReadError, StorageError.
+    """
+    values = array(tree, path, name).transpose(axes)
+    rows = checked(values, (count, shape[0], shape[2]), tree.url(path))
+    # MATLAB counts from 1; where there is none it has NaN, 0 or less
+    return np.where(rows > 0, rows - 1, np.nan).astype(np.float32)

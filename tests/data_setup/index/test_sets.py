@@ -15,7 +15,7 @@ import yaml
 
 from data_setup import prepare
 from data_setup.index import cli
-from data_setup.index.sets import NO_VOLUMES, PLUGS, owners, preset, read
+from data_setup.index.sets import NO_VOLUMES, PLUGS, owners, preset
 from data_setup.index.sets.facts import MARKS, Plug, Tree
 from data_setup.readers.faults import OCTReadError
 from data_setup.store.reader import PreparedStore
@@ -270,10 +270,10 @@ def test_a_biomarker_that_is_no_number_is_named(tmp_path: Path) -> None:
 def test_a_short_row_of_a_sheet_has_empty_cells_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("ID,age,eye\n1,50\n2,60,L\n")
     tree = Tree(str(tmp_path), StorageOptions())
-    assert [row["eye"] for row in read.sheet(tree, "a.csv", ("ID",))] == ["", "L"]
+    assert [row["eye"] for row in owners.sheet(tree, "a.csv", ("ID",))] == ["", "L"]
     (tmp_path / "a.csv").write_text("ID,age,eye\n1,50,L,x\n")
     with pytest.raises(UserError, match="line 2: expected 3 fields, as in the header, found 4"):
-        read.sheet(tree, "a.csv", ("ID",))
+        owners.sheet(tree, "a.csv", ("ID",))
 
 
 def test_classes_beyond_a_byte_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ measured), labels.tsv (what a set says only of a volume), label_classes.yaml. A 
 never changed: an entry fills empty cells and adds rows at the end.
 """
 
-import io
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,9 +92,7 @@ def write_tables(
     }
     contents = {name: text.encode() for name, text in (tables | texts).items()}
     if labels := [{**_label_ids(e), **e.etdrs} for e in rows if e.etdrs]:
-        buffer = io.BytesIO()
-        pd.DataFrame(labels).to_parquet(buffer, index=False)
-        contents["labels.parquet"] = buffer.getvalue()
+        contents["labels.parquet"] = pd.DataFrame(labels).to_parquet(index=False)
     for name, content in contents.items():
         write_bytes(join(out, name), content, options)
         written.urls.append(join(out, name))

@@ -13,7 +13,6 @@ Only writer.py and reader.py open a store; this file holds what they share.
 """
 
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -166,7 +165,5 @@ class RowFiles:
 
 def write_table(url: str, table: pd.DataFrame, options: StorageOptions | None) -> pd.DataFrame:
     """Write a table as Parquet; returns it."""
-    buffer = io.BytesIO()
-    table.to_parquet(buffer, index=False)
-    storage.write_bytes(url, buffer.getvalue(), options)
+    storage.write_bytes(url, table.to_parquet(index=False), options)
     return table

@@ -8,7 +8,6 @@ bootstrap over participants, and the sentence that a paired difference allows.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,9 +109,7 @@ class Examined(Generic[Volumes]):
         return gained, f"{words} {len(known_P)} participants could have shown {could}."
 
     def write_lines(self, name: str, lines: pd.DataFrame) -> None:
-        buffer = io.BytesIO()
-        lines.to_parquet(buffer, index=False)
-        storage.write_bytes(storage.join(self.cfg.run.dir, name), buffer.getvalue())
+        storage.write_bytes(storage.join(self.cfg.run.dir, name), lines.to_parquet(index=False))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ device's images and every arm's). Beside the encoders it has `StructuralProjecti
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from finetuning.dense.planes import Moves, Planes
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError
+from utils.report.pictures import png
 from utils.runtime.single import Runtime
 
 OUTPUTS = 2  # of a slab: value and weight
@@ -246,10 +246,8 @@ def write(examined: Examined[FlowVolumes], content: Content) -> None:
     row = content["shown"]
     order = [DEVICE, PROJECTION, *reversed(examined.arms)]
     shown = {arm: examined.volumes.cropped(row, examined.drawn[row][arm]) for arm in order}
-    picture = io.BytesIO()
     figure = draw_slabs(shown, examined.volumes.names, f"{content['title']}: volume {row}")
-    figure.savefig(picture, format="png", dpi=110)
-    storage.write_bytes(storage.join(examined.cfg.run.dir, "translation.png"), picture.getvalue())
+    storage.write_bytes(storage.join(examined.cfg.run.dir, "translation.png"), png(figure))
 
 
 TRANSLATION = Kind(

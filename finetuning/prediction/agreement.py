@@ -10,7 +10,6 @@ an eye are averaged. Fellow eyes are not independent: limits and correlation tak
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,6 +33,7 @@ from finetuning.prediction.picture import NOTICE, plain_text
 from utils import storage
 from utils.config.schema import StorageOptions
 from utils.errors import shown
+from utils.report.pictures import png
 from utils.tables import NONE, Table, interval, number, page
 from utils.terminal import say
 
@@ -76,10 +76,8 @@ def write_agreement(
     content = page("Predicted against given thickness", [], points, tables)
     storage.write_text(storage.join(folder, "agreement.md"), content, options)
     with plain_text():
-        _drawn(eyes[(eyes.layer == first) & (eyes.sector == WHOLE)], first).savefig(
-            buffer := io.BytesIO(), dpi=100
-        )
-    storage.write_bytes(storage.join(folder, "agreement.png"), buffer.getvalue(), options)
+        drawing = png(_drawn(eyes[(eyes.layer == first) & (eyes.sector == WHOLE)], first), 100)
+    storage.write_bytes(storage.join(folder, "agreement.png"), drawing, options)
     num_eyes = len(eyes[keys[:2]].drop_duplicates())
     say(f"{storage.join(folder, 'agreement.md')}: {num_eyes} eyes with given surfaces")
 

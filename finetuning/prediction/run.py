@@ -40,6 +40,7 @@ from utils.config.schema import Config
 from utils.errors import EXIT_FAILURE, EXIT_FINISHED, UserError
 from utils.log import setup_logging
 from utils.provenance import provenance
+from utils.report.pictures import png
 from utils.run.lease import Lease, Work, hold
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
@@ -204,19 +205,18 @@ class Answers:
 
     def _answered(self, volume: Volume) -> Line:
         """Write a volume's picture and arrays; what is predicted. Raises NoFeaturesError, StorageError."""
-        fields, content = volume.fields, dict[str, io.BytesIO]()
+        fields, content = volume.fields, dict[str, bytes]()
         stem = f"{bounded(PurePosixPath(fields['path']).stem)}-{values_digest([fields['path']])[:8]}"
         picture, arrays = f"pictures/{stem}.png", None
         with plain_text():
             answer = self.predictor.answer(volume)
-            answer.figure.savefig(buffer := io.BytesIO(), dpi=DPI)
-        content[picture] = buffer
+            content[picture] = png(answer.figure, DPI)
         if answer.arrays:
             arrays = f"{self.predictor.folder}/{stem}.npz"
             np.savez_compressed(buffer := io.BytesIO(), allow_pickle=False, **answer.arrays)
-            content[arrays] = buffer
-        for place, buffer in content.items():
-            storage.write_bytes(storage.join(self.folder, place), buffer.getvalue(), self.options)
+            content[arrays] = buffer.getvalue()
+        for place, data in content.items():
+            storage.write_bytes(storage.join(self.folder, place), data, self.options)
         facts = {name: fields[name] for name in ("laterality", "device", "protocol")}
         quality = {name: fields[name] for name in QUALITY_COLUMNS}
         return (

@@ -26,7 +26,7 @@ sample of devices; an offset between them counts as disagreement), and ICC(3,1),
 
 from __future__ import annotations
 
-from finetuning.cohort.early import parse_config_or_head
+from finetuning.cohort.labels import parse_config_or_head
 from utils.cli import answer_early, run_cli
 
 if __name__ == "__main__":  # torch takes seconds to import

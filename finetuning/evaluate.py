@@ -33,7 +33,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 
-from finetuning.cohort.early import is_task_file, parse_config_or_head
+from finetuning.cohort.labels import is_task_file, parse_config_or_head
 from utils.cli import add_image_arguments, announce, run_cli
 from utils.config.load import load_config, storage_options_of
 from utils.config.schema import DENSE_KINDS

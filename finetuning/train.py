@@ -16,7 +16,7 @@ finetune.encoder, optim.base_lr
 
 from __future__ import annotations
 
-from finetuning.cohort.early import check_task
+from finetuning.cohort.labels import check_task
 from utils.cli import answer_early, parse_words, run_cli
 
 if __name__ == "__main__":  # torch and scikit-learn take seconds to import

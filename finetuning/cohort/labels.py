@@ -2,15 +2,18 @@
 
 In: a configuration (task.*) and the store's index. Out: `Labels`. The table is TSV, CSV or Parquet at any
 URL; without task.labels_path it is participants.tsv of AI-READI, version 2 or 3. An empty cell and words such
-as NA are missing values: the text `none` is a class. Sex and dates are refused as labels.
+as NA are missing values: the text `none` is a class. Sex and dates are refused as labels. What is wrong with
+a task's words, checkpoint or table is refused before torch is imported.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pandas as pd
 from omegaconf import OmegaConf
@@ -26,11 +29,11 @@ from data_setup.tables.text import (
     read_table,
     spelling_of,
 )
-from utils.cli import require_folder
-from utils.config.load import storage_options_of
+from utils.cli import AddArguments, parse_words, require_folder, require_there
+from utils.config.load import require_changes, storage_options_of
 from utils.config.schema import DENSE_KINDS, Config, TaskConfig
 from utils.config.written import read_file, read_words
-from utils.errors import UserError
+from utils.errors import ConfigError, UserError
 
 VOLUME_COLUMNS = ("sop_instance_uid", "path", "filepath")
 SHOWN = 10  # unmatched ids in the log
@@ -156,6 +159,54 @@ def check_table(config: str, overrides: Sequence[str], is_training: bool = False
     options, ids = storage_options_of(overrides), _id_columns(task)
     _, header, _ = read_table(url, options, label_columns(task), ids, "task.id_column")
     _side_column(url, task, header)
+
+
+def is_task_file(path: str | Path) -> bool:
+    """Whether a file of configs/ names no method: a task's. False where it cannot be read."""
+    try:
+        return "method" not in read_file(path)
+    except ConfigError:
+        return False
+
+
+def wanted_checkpoint(path: str | Path, overrides: Sequence[str]) -> str:
+    """What a task's file, or the command line, gives as model.checkpoint; raises ConfigError for null."""
+    wanted = OmegaConf.select(OmegaConf.merge(read_file(path), read_words(overrides)), "model.checkpoint")
+    if wanted is None:
+        raise ConfigError(
+            f"{path}: model.checkpoint: expected a checkpoint or a run's folder, found null; add "
+            "model.checkpoint=RUN_OR_FILE to the command"
+        )
+    return str(wanted)
+
+
+def check_task(config: str, overrides: Sequence[str], is_training: bool = True) -> None:
+    """Raise UserError for a task without its checkpoint, and for what check_table refuses."""
+    check_table(config, overrides, is_training)
+    if is_task_file(config):
+        require_there("model.checkpoint", wanted_checkpoint(config, overrides))
+
+
+def parse_config_or_head(
+    command: str, description: str, argv: Sequence[str] | None, add_arguments: AddArguments | None = None
+) -> argparse.Namespace:
+    """The words of a command line; raises UserError unless one of --config and --head is there."""
+
+    def add_all(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--head", metavar="FILE_OR_RUN", help="in place of --config")
+        if add_arguments:
+            add_arguments(parser)
+
+    asked = parse_words(command, description, argv, add_all, needs_config=False)
+    if bool(asked.config) == bool(asked.head):
+        number = "both" if asked.config else "neither"
+        raise UserError(f"--config, --head: expected one of them, found {number}")
+    require_there("--head", asked.head)
+    if asked.config:
+        check_task(asked.config, asked.overrides, is_training=False)
+    else:
+        require_changes("evaluate", asked.overrides)
+    return asked
 
 
 def refuse_name(url: str, column: str) -> None:

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from data_setup.resample import rule_of
 from data_setup.store.reader import PreparedStore
-from finetuning.cohort.early import wanted_checkpoint
+from finetuning.cohort.labels import wanted_checkpoint
 from utils import storage
 from utils.checkpoint import list_steps, load_checkpoint, require_pretraining
 from utils.config import load

@@ -18,7 +18,7 @@ from data_setup.index import cli as index
 from data_setup.loader import LoaderError, LostWorkerError
 from data_setup.store.place import check_store
 from finetuning import embed, evaluate, predict
-from finetuning.cohort.early import check_task
+from finetuning.cohort.labels import check_task
 from models.weights import words as weights
 from pretraining import train as loop
 from pretraining.gauges.monitor import FrozenTargetError, LeakError

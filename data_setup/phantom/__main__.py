@@ -14,12 +14,10 @@ also labels of voxels (data_setup/phantom/beside.py), which `data_setup.prepare 
 """
 
 import json
-import multiprocessing
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,7 @@ from utils.cli import announce, run_cli
 from utils.errors import UserError
 from utils.help_pages import PeopleParser
 from utils.terminal import track
-from utils.workers import follow_parent
+from utils.workers import pool_of
 
 FORMAT_VERSION = 1
 _KINDS: tuple[str, ...] = ("cardiac_ecg", "clinical_data", "environment", "retinal_flio", "retinal_oct")
@@ -113,7 +111,10 @@ def write_tree(
             naming=naming,
             transfer_syntax=transfer_syntax,
         )
-        rows = _write_people(people, job, workers)
+        processes = min((os.cpu_count() or 1) if workers is None else workers, len(people))
+        with pool_of(processes if processes > 1 else 0) as pool:
+            parts = track(pool.map(job, people), len(people), "phantom", "participants")
+            rows = [row for part in parts for row in part]
         marker: dict[str, object] = {
             "synthetic": True,
             "format_version": FORMAT_VERSION,
@@ -157,19 +158,6 @@ def _whole_directory(out: Path) -> Iterator[Path]:
         os.replace(partial_out, out)
     except OSError as error:
         raise UserError(f"{out}: expected {partial_out} to move here, found: {error}") from error
-
-
-def _write_people(
-    people: list[Participant], job: Callable[[Participant], list[dict[str, object]]], workers: int | None
-) -> list[dict[str, object]]:
-    """Everybody's files, by processes where there are several; returns the rows of the manifest."""
-    progress = partial(track, total=len(people), title="phantom", unit="participants")
-    workers = (os.cpu_count() or 1) if workers is None else workers
-    if workers <= 1:
-        return [row for part in progress(map(job, people)) for row in part]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(people)), context, follow_parent) as pool:
-        return [row for part in progress(pool.map(job, people)) for row in part]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,7 +14,6 @@ import pydicom
 import pytest
 
 from benchmarks import phantom_difficulty
-from data_setup.phantom import __main__ as phantom
 from data_setup.phantom import render
 from data_setup.phantom.__main__ import main, write_tree
 from data_setup.phantom.anatomy import LAYERS, SURFACES, make_eye, sample
@@ -353,7 +352,7 @@ def test_user_mistakes_are_named(tmp_path: Path) -> None:
 
 
 def test_no_workers_means_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phantom, "ProcessPoolExecutor", None)
+    monkeypatch.setattr("utils.workers.ProcessPoolExecutor", None)
     main(["--out", str(tmp_path / "t"), "--participants", "2", "--workers", "0"])
     assert (tmp_path / "t" / "synthetic.json").is_file()
 

@@ -21,7 +21,6 @@ from benchmarks.evidence.scores import HIDDEN, Part, Scores, join_predictions, m
 from data_setup.loader import evaluation_batches
 from data_setup.normalisation import plain_view
 from data_setup.store.reader import PreparedStore
-from finetuning.features.yardsticks import SmallCNN
 from models.optimizer import warmup_cosine
 from models.probes.features import pool_tokens
 from models.probes.participants import Fold, Prediction, balanced_accuracy, pooled_by_person
@@ -34,9 +33,37 @@ from utils.runtime.single import Runtime
 
 EPOCHS, LEAST_STEPS, BATCH, CLIP = 10, 200, 8, 1.0  # few labels have more epochs: an update is one of 8
 FLOOR = 1e-6
+CNN_WIDTH = 96
 Masks = tuple[np.ndarray, np.ndarray, np.ndarray]
 Outputs = tuple[Tensor, Tensor, Tensor]  # of Heads
 Moments = tuple[Tensor, Tensor]
+
+
+class SmallCNN(nn.Module):
+    """Convolutions down to the token grid, to be trained: [B, 1, D, H, W] -> tokens [B, N, CNN_WIDTH]."""
+
+    width = CNN_WIDTH
+
+    def __init__(self, patch: tuple[int, int, int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        rest, channels = list(patch), 1
+        for out in (24, 48, CNN_WIDTH):
+            halved = [2 if size % 2 == 0 else 1 for size in rest]
+            rest = [size // by for size, by in zip(rest, halved, strict=True)]
+            layers += [nn.Conv3d(channels, out, 3, padding=1), nn.GroupNorm(8, out), nn.GELU()]
+            layers.append(nn.AvgPool3d((halved[0], halved[1], halved[2])))
+            channels = out
+        layers += [
+            nn.AvgPool3d((rest[0], rest[1], rest[2])),
+            nn.Conv3d(CNN_WIDTH, CNN_WIDTH, 3, padding=1),
+            nn.GELU(),
+        ]
+        self.layers = nn.Sequential(*layers, nn.Conv3d(CNN_WIDTH, CNN_WIDTH, 3, padding=1), nn.GELU())
+
+    def forward(self, view_BCDHW: Tensor) -> Tensor:
+        features: Tensor = self.layers(view_BCDHW)
+        return features.flatten(2).mT
 
 
 class Heads(nn.Module):

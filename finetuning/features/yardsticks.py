@@ -41,7 +41,6 @@ AVERAGED = (2, 8, 2)  # numbers along D, H, W that a patch is averaged down to, 
 NEIGHBOURS = 27
 WIDE = 1024  # features of the wider random row, or twice the encoder's width
 SEED = 0  # of W and b
-CNN_WIDTH = 96
 HALF_MAX = 65_504.0  # of float16
 FoldFeatures = Callable[[np.ndarray], np.ndarray]  # is-training bool [n] -> features
 
@@ -153,33 +152,6 @@ class LocalTokens(nn.Module):
         if not self.is_random:
             return around_BNF
         return torch.relu_(around_BNF @ self.weight + (self.bias - self.mean @ self.weight))
-
-
-class SmallCNN(nn.Module):
-    """Convolutions down to the token grid, to be trained: [B, 1, D, H, W] -> tokens [B, N, CNN_WIDTH]."""
-
-    width = CNN_WIDTH
-
-    def __init__(self, patch: tuple[int, int, int]) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        rest, channels = list(patch), 1
-        for out in (24, 48, CNN_WIDTH):
-            halved = [2 if size % 2 == 0 else 1 for size in rest]
-            rest = [size // by for size, by in zip(rest, halved, strict=True)]
-            layers += [nn.Conv3d(channels, out, 3, padding=1), nn.GroupNorm(8, out), nn.GELU()]
-            layers.append(nn.AvgPool3d((halved[0], halved[1], halved[2])))
-            channels = out
-        layers += [
-            nn.AvgPool3d((rest[0], rest[1], rest[2])),
-            nn.Conv3d(CNN_WIDTH, CNN_WIDTH, 3, padding=1),
-            nn.GELU(),
-        ]
-        self.layers = nn.Sequential(*layers, nn.Conv3d(CNN_WIDTH, CNN_WIDTH, 3, padding=1), nn.GELU())
-
-    def forward(self, view_BCDHW: Tensor) -> Tensor:
-        features: Tensor = self.layers(view_BCDHW)
-        return features.flatten(2).mT
 
 
 def averaged(volume_BDHW: Tensor, patch: tuple[int, int, int]) -> Tensor:

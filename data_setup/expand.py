@@ -62,8 +62,6 @@ class ArchiveFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One file of an archive."""
-
     name: str  # relative to the destination
     offset: int  # of its local header, bytes
     stored: int  # bytes in the archive

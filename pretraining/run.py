@@ -99,7 +99,6 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """The updates of the whole run."""
         return total_steps(self.cfg, len(self.rows.train))
 
 

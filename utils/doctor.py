@@ -67,7 +67,6 @@ def probe_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def requirements() -> list[str]:
-    """The lines of requirements.txt."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 

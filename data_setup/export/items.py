@@ -24,7 +24,6 @@ def new_file(sop_class: str, uid: str) -> FileDataset:
 
 
 def fill(ds: Dataset, attributes: Mapping[str, Any]) -> None:
-    """Set these attributes."""
     for keyword, value in attributes.items():
         setattr(ds, keyword, value)
 
@@ -37,14 +36,12 @@ def to_bytes(ds: FileDataset) -> bytes:
 
 
 def make_item(**attributes: Any) -> Dataset:
-    """An item with these attributes."""
     item = Dataset()
     fill(item, attributes)
     return item
 
 
 def make_code(value: str, scheme: str, meaning: str) -> Sequence:
-    """A sequence of one code."""
     return Sequence([make_item(CodeValue=value, CodingSchemeDesignator=scheme, CodeMeaning=meaning)])
 
 

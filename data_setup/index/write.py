@@ -40,8 +40,6 @@ LEFT_OUT_COLUMNS = ("filepath", "kind", "reason", "message")
 
 @dataclass
 class Written:
-    """What became of the tables."""
-
     urls: list[str] = field(default_factory=list)
     added: int = 0  # rows of the manifest
     kept: int = 0

@@ -132,7 +132,6 @@ def truth_arrays(volume: Scan3D, spec: FileSpec, person: Participant) -> dict[st
 
 
 def manifest_row(spec: FileSpec, shape: Shape, filepath: str) -> dict[str, object]:
-    """The manifest.tsv row of a file."""
     frames, rows, columns = shape
     manufacturer, model = DEVICES[spec.protocol.device]
     thickness, axial, lateral = written_spacing(spec)

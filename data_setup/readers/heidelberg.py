@@ -47,8 +47,6 @@ class _BScan:
 
 @dataclass(frozen=True)
 class Export:
-    """What one XML says."""
-
     scans: tuple[_BScan, ...]  # in the order of ImageNumber
     other_numbers: frozenset[int]  # ImageNumber of the localizer and other pictures
     laterality: str | None  # L | R

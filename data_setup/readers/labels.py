@@ -49,8 +49,6 @@ _GREY = ("1", "L", "P", "I;16", "I")  # modes whose numbers are classes
 
 @dataclass(frozen=True)
 class LabelVolume:
-    """The classes of one scan."""
-
     values: np.ndarray  # uint8 [D, H, W]
     flip_d: bool | None  # the labels' own header: D runs from inferior to superior; None: as the scan's
     is_in_file_order: bool  # the B-scans as in the scan's file, before its reader sorts them

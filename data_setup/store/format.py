@@ -123,7 +123,6 @@ def chunk_key(row: int, prefix: str = "") -> str:
 
 
 def read_attrs(url: str, options: StorageOptions | None = None) -> dict[str, Any]:
-    """The attributes of a store."""
     attrs_url = storage.join(url, "zarr.json")
     text = storage.read_text(attrs_url, options)
     with intact(attrs_url):

@@ -188,7 +188,6 @@ def repeats(index: pd.DataFrame, lines: Mapping[str, int], uids: Mapping[str, st
 
 
 def run_line(run: Mapping[str, Any]) -> str:
-    """What a run did, in one line."""
     memory = "" if run["peak_memory_mb"] is None else f", {run['peak_memory_mb']:.0f} MB each at most"
     return (
         f"{run['prepared']} prepared, {run['reused']} reused in {run['seconds']:.1f} s "

@@ -105,7 +105,6 @@ def _head_program(args: argparse.Namespace) -> HeadProgram:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
     args = parse(argv)
     if args.verb == "inspect":
         weights = read_weights(args.path, heads=args.heads, predictor_heads=args.predictor_heads)

@@ -21,8 +21,6 @@ from utils.config.schema import Config
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema, in words."""
-
     name: str
     type: str
     unit: str

@@ -56,7 +56,6 @@ def parts_of(run: Run) -> list[tuple[tuple[float, float], Callable[[FigureBase],
 
 
 def figures_of(run: Run) -> list[Figure]:
-    """A figure for each part."""
     figures = []
     for inches, draw in parts_of(run):
         figures.append(Figure(inches, layout="constrained"))

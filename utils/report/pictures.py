@@ -132,7 +132,6 @@ def png_data(figure: Figure, dpi: int = 110) -> str:
 
 
 def png(figure: Figure, dpi: int = 110) -> bytes:
-    """The figure as the bytes of a file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()

@@ -95,8 +95,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Plug:
-    """One data set."""
-
     name: str
     title: str
     facts: Mapping[str, Fact]  # of FACTS; layout: a drawing of the tree
@@ -154,7 +152,6 @@ class Plug:
 
 
 def folder_of(path: str) -> str:
-    """The folder of a file."""
     return path.rpartition("/")[0]
 
 

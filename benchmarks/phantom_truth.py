@@ -57,11 +57,11 @@ from finetuning.features.slices import SliceEncoder, image_encoder_of
 from finetuning.features.yardsticks import FoldFeatures, yardsticks
 from models.probes import intervals
 from models.probes.intervals import doubt, interval95, participant_draws, side
+from pretraining.gauges.skill import evenly_spaced
 from utils.checkpoint import load_checkpoint
 from utils.config.load import config_of_yaml, flatten
 from utils.config.schema import Config
 from utils.errors import UserError
-from utils.indices import evenly_spaced
 from utils.log import setup_logging
 from utils.report.tables import truth_tables
 from utils.runtime.open import open_runtime

@@ -26,10 +26,10 @@ from data_setup.store.reader import PreparedStore
 from data_setup.transforms import identity_matrix, token_valid
 from finetuning.features.yardsticks import take
 from models.probes.features import pool_tokens
+from pretraining.gauges.skill import evenly_spaced
 from utils import storage
 from utils.config.schema import Config, SpatialConfig, StorageOptions
 from utils.errors import UserError
-from utils.indices import evenly_spaced
 from utils.runtime.single import Runtime
 
 TOKENS_PER_VOLUME = 96

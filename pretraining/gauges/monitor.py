@@ -19,9 +19,8 @@ from torch import Tensor
 from models.probes.features import rankme
 from models.vjepa3d import VJEPA3D, Output
 from pretraining.gauges.alarms import Alarms
-from pretraining.gauges.skill import BASELINE_FLOOR, Read, Scored, SkillGauge, as_it_is
+from pretraining.gauges.skill import BASELINE_FLOOR, Read, Scored, SkillGauge, as_it_is, evenly_spaced
 from utils.errors import UserError
-from utils.indices import evenly_spaced
 from utils.runtime.processes import ALONE, Group
 
 RANK_TOKENS = 512  # of a global batch; the rank is at most one less

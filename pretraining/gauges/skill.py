@@ -15,13 +15,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.losses import TOKEN_LOSSES
 from models.vit3d import gather_tokens
 from models.vjepa3d import VJEPA3D
-from utils.indices import evenly_spaced
 
 MIN_SAMPLES = 16  # other volumes that a baseline must rest on
 MIN_HALF = 8  # in validation
@@ -29,6 +29,11 @@ BASELINE_FLOOR = 1e-6  # under this a baseline loss is no yardstick
 
 Scored = tuple[Tensor, Tensor, Tensor]  # prediction [B, P, E], target [B, P, E], whether it counts [B, P]
 Read = Callable[[Tensor], Tensor]  # utils.runtime.single.Runtime.to_torch
+
+
+def evenly_spaced(count: int, limit: int) -> Tensor:
+    """int64 indices of at most `limit` of `count` items, first and last among them; all where that allows."""
+    return torch.from_numpy(np.linspace(0, count - 1, min(limit, count)).round().astype(np.int64))
 
 
 def as_it_is(value: Tensor) -> Tensor:

@@ -27,12 +27,11 @@ from models.probes.participants import Fold, balanced_accuracy, knn_probe, ridge
 from models.vit3d import gather_tokens
 from models.vjepa3d import Output
 from pretraining.gauges.monitor import TargetMotion, voxels_of_tokens
-from pretraining.gauges.skill import select, validation_skill
+from pretraining.gauges.skill import evenly_spaced, select, validation_skill
 from pretraining.gauges.throughput import volume_flops
 from pretraining.run import Run
 from pretraining.step import predict
 from utils.config.schema import Config
-from utils.indices import evenly_spaced
 from utils.runtime.single import StopRequested
 
 log = logging.getLogger(__name__)

@@ -268,11 +268,11 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_732,
+    "data_setup": 16_729,
     "models": 5_496,
     "pretraining": 2_456,
-    "finetuning": 13_206,
-    "utils": 8_765,
+    "finetuning": 13_191,
+    "utils": 8_761,
     "benchmarks": 4_979,
     "tests": 43_672,
 }

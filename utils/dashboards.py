@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlparse
 
 import numpy as np
@@ -41,7 +41,7 @@ LOG_IN = "next: wandb login --relogin, or WANDB_API_KEY=KEY, then the same comma
 LATER = "next: check the connection; wandb sync sends the files later"
 
 
-class Writer(Protocol):
+class Writer:
     """One dashboard of a run. No method raises where the dashboard is away: a run outlives it."""
 
     takes_images: bool  # pictures of volumes may go there
@@ -65,8 +65,10 @@ class Writer(Protocol):
         """Write what is left; `is_failed`: an error ended the run."""
 
 
-class TensorBoardWriter:
-    """Writes one run; a full disk costs the rest of its lines and one warning."""
+class TensorBoardWriter(Writer):
+    """Writes one run; a full disk costs the rest of its lines and one warning. The newest value of each curve
+    is shown beside it and checkpoints lie there: summaries and artifacts ask for nothing.
+    """
 
     takes_images = True
 
@@ -91,12 +93,6 @@ class TensorBoardWriter:
     def alert(self, title: str, text: str) -> None:
         self._add("add_text", "alert", f"**{title}**: {text}")
 
-    def summary(self, values: Mapping[str, float]) -> None:
-        """Nothing: the newest value of each curve is shown beside it."""
-
-    def artifact(self, name: str, url: str) -> None:
-        """Nothing: checkpoints lie beside it."""
-
     def close(self, is_failed: bool) -> None:
         """TensorBoard has no word for a failure; log.txt has."""
         if self._writer is not None:
@@ -112,7 +108,7 @@ class TensorBoardWriter:
             log.warning("TensorBoard files are not written any more, training goes on: %s", error)
 
 
-class WandbWriter:
+class WandbWriter(Writer):
     """Writes to one run of Weights & Biases until that fails: then once a warning, and nothing more."""
 
     def __init__(self, run: Any, *, takes_images: bool, takes_artifacts: bool) -> None:

@@ -20,6 +20,7 @@ AUDIT_NAMES = 20  # files of either kind that the report names
 REJECT_NAMES = 5  # files of each reason that the report names
 HIGH_LOST_FRACTION = 0.5  # above this share of the field outside the grid, most of a scan is not used
 NAMED = 3  # B-scans of a group that a warning names
+SEE = "see spatial.target_spacing and spatial.image_size"
 WORTHLESS = 0.01  # volumes of a quality below are named
 LOW_VALID_FRACTION = 0.6  # below this share of acquired voxels, most tokens of a volume are padding
 
@@ -223,17 +224,13 @@ def table(report: Mapping[str, Any]) -> str:
         rows[-1] += [f"{part['valid_fraction']:.2f}", f"{part['lost_fraction']:.2f}", " -> ".join(um)]
         if part["valid_fraction"] < LOW_VALID_FRACTION:
             warnings.append(
-                f"warning: {name}: only {part['valid_fraction']:.0%} of the grid lies inside the scan; "
-                "see spatial.target_spacing and spatial.image_size"
+                f"{name}: only {part['valid_fraction']:.0%} of the grid lies inside the scan; {SEE}"
             )
         if part["lost_fraction"] > HIGH_LOST_FRACTION:
-            warnings.append(
-                f"warning: {name}: {part['lost_fraction']:.0%} of the scan lies outside the grid; "
-                "see spatial.target_spacing and spatial.image_size"
-            )
+            warnings.append(f"{name}: {part['lost_fraction']:.0%} of the scan lies outside the grid; {SEE}")
         if (without := _left_out(part, report["geometry"])).size:
             warnings.append(
-                f"warning: {name}: left out, since planes of the grid lie further apart: B-scans "
+                f"{name}: left out, since planes of the grid lie further apart: B-scans "
                 f"{_first_of(without)} of {round(part['shape_before'][0])}; "
                 f"{part['spacing_before'][0]:g} mm along D (spatial.target_spacing) has a plane for each"
             )
@@ -273,4 +270,4 @@ def table(report: Mapping[str, Any]) -> str:
     if run["source_missing"]:
         lines.append(f"source missing now, row kept: {run['source_missing']}")
     lines.append(run_line(run))
-    return "\n".join(map(shown, lines + warnings))
+    return "\n".join(map(shown, [*lines, *(f"warning: {text}" for text in warnings)]))

@@ -251,10 +251,6 @@ def points(content: Content) -> list[str]:
     ]
 
 
-def write(examined: Examined[ClassVolumes], content: Content) -> None:
-    examined.write_lines("volumes.parquet", examined.lines)
-
-
 SEGMENTATION = Kind(
     name="segmentation",
     names="classes",
@@ -276,7 +272,7 @@ SEGMENTATION = Kind(
         "false_lesions": ("False lesions a volume", ".2f"),
     },
     gain=(1, "mean Dice"),
-    write=write,
+    write=lambda examined, _: examined.write_lines("volumes.parquet", examined.lines),
     notes=NOTES,
     more=more,
     points=points,

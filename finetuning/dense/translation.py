@@ -11,9 +11,8 @@ device's images and every arm's). Beside the encoders it has `StructuralProjecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,22 +21,20 @@ from matplotlib.figure import Figure
 from monai.metrics.regression import compute_ssim_and_cs
 from scipy.ndimage import gaussian_filter, gaussian_filter1d
 from sklearn.linear_model import Ridge
-from torch import Tensor, nn
+from torch import Tensor
 
 from data_setup.attach.stored import StoredFlow
 from data_setup.readers.octa import SLABS
 from data_setup.store.reader import PreparedStore
 from finetuning.cohort.cohort import EVALUATED, TRAIN
-from finetuning.cohort.source import Source
 from finetuning.dense.folds import DenseVolumes, chosen_names, in_folds, with_labels
-from finetuning.dense.head import DEVICE, PROJECTION, DenseHead, label
+from finetuning.dense.head import DEVICE, PROJECTION, label
 from finetuning.dense.kind import Content, Examined, Kind, Line, Predictions
 from finetuning.dense.planes import Moves, Planes
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.report.pictures import png
-from utils.runtime.single import Runtime
 
 OUTPUTS = 2  # of a slab: value and weight
 NUM_BINS = 16
@@ -204,15 +201,6 @@ def validation_l1(volumes: FlowVolumes, predicted: Predictions) -> dict[str, flo
     return {"l1": float(np.mean(errors))}
 
 
-def names(_: nn.Module, source: Source, volumes: FlowVolumes, runtime: Runtime) -> dict[str, Any]:
-    return {"slabs": list(volumes.names)}
-
-
-def baselines(volumes: FlowVolumes, head: DenseHead) -> dict[str, Callable[[int], np.ndarray]]:
-    """The device's own images, which are drawn, and a projection."""
-    return {DEVICE: volumes.read, PROJECTION: StructuralProjection(volumes).predict}
-
-
 def measure(volumes: FlowVolumes, row: int, predicted: np.ndarray, arm: str) -> list[Line]:
     """A line for every slab that the volume has; none of the device's own."""
     return [
@@ -260,14 +248,15 @@ TRANSLATION = Kind(
     sign=-1,
     score=validation_l1,
     shown=("validation L1", "{:.4f}"),
-    state=names,
+    state=lambda _encoder, _source, volumes, _runtime: {"slabs": list(volumes.names)},
     title="Slabs of flow",
     measure=measure,
     columns={"ssim": ("SSIM", ".3f"), "l1": ("L1", ".4f")},
     gain=(1, "mean SSIM"),
     write=write,
     notes=NOTES,
-    baselines=baselines,
+    # the device's own images, which are drawn, and a projection
+    baselines=lambda volumes, _: {DEVICE: volumes.read, PROJECTION: StructuralProjection(volumes).predict},
     drawn=lambda volumes: [int(volumes.of(EVALUATED)[0])],
     more=lambda examined: {"shown": min(examined.drawn)},
     points=lambda content: [f"translation.png shows volume {content['shown']}, the first evaluated one."],

@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_791,
+    "data_setup": 16_799,
     "models": 5_497,
     "pretraining": 2_454,
     "finetuning": 13_256,
     "utils": 8_782,
     "benchmarks": 4_952,
-    "tests": 43_673,
+    "tests": 43_677,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

@@ -67,27 +67,11 @@ def copies_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def start(command: list[str], stdout: IO[bytes], env: dict[str, str], **_: Any) -> Copy:
         assert command[:2] == [sys.executable, "-m"]
-        return Copy(command[2:], Path(str(stdout.name)), env, FEW_UPDATES)
+        return Copy(command[2:], Path(str(stdout.name)), env=env, imports=FEW_UPDATES)
 
     monkeypatch.setattr("benchmarks.evidence.queue.subprocess", SimpleNamespace(Popen=start, STDOUT=None))
 
 
-COPIES = """
-import gc, json, os, sys
-folder, in_turn, each = sys.argv[1], sys.argv[2] == "True", json.loads(sys.argv[3])
-gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
-code_of, copies = lambda copy: os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), []
-for number, words in enumerate(each):
-    if (copy := os.fork()) == 0:
-        for output in (1, 2):
-            os.dup2(os.open(f"{folder}/{number}_{output}", os.O_CREAT | os.O_WRONLY), output)
-        sys.argv[1:] = words
-        break
-    copies.append(code_of(copy) if in_turn else copy)
-else:
-    print(*(copies if in_turn else map(code_of, copies)))
-    sys.exit()
-"""
 MODULE_OF_WORDS = """
 import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
@@ -96,46 +80,52 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 SERVER = """
 import gc, json, os, sys
-gc.freeze()
+gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
 for line in sys.stdin:
     asked = json.loads(line)
     if isinstance(asked, int):
         pid, status = os.waitpid(asked, os.WNOHANG)
         print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
     elif os.fork() == 0:
-        sys.argv[1:], place, env = asked
+        script, sys.argv[1:], places, env = asked
         os.environ.clear()
         os.environ.update(env)
         os.setsid()
         os.write(1, b"%d\\n" % os.getpid())
-        for number, file in enumerate((os.devnull, place, place)):
+        for number, file in enumerate((os.devnull, *places)):
             os.dup2(os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR), number)
         break
 else:
     sys.exit()
+exec(script)
 """
-
-
 TRAINING = "import wandb, torch._dynamo, pretraining.train"  # the optimizer imports the second
 
 
 @cache
 def server(imports: str) -> subprocess.Popen[str]:
     """A process that has imported what takes seconds, and makes copies of itself; it ends with this one."""
-    words = [sys.executable, "-c", imports + SERVER + MODULE_OF_WORDS]
-    pipe = subprocess.PIPE
+    words, pipe = [sys.executable, "-c", imports + SERVER], subprocess.PIPE
     return subprocess.Popen(words, cwd=ROOT, env=environment(), text=True, bufsize=1, stdin=pipe, stdout=pipe)
 
 
 class Copy:
-    """The Popen of `python -m` with these words, as a copy of a process that has imported the most of it."""
+    """The Popen of `python -m` with these words, or of a script, as a copy of a process that has imported the
+    most of it; `outputs`: files for stdout and stderr, or one for both.
+    """
 
     def __init__(
-        self, words: Sequence[str], output: Path, env: dict[str, str], imports: str = TRAINING
+        self,
+        words: Sequence[str],
+        *outputs: Path,
+        env: dict[str, str] | None = None,
+        imports: str = TRAINING,
+        script: str = MODULE_OF_WORDS,
     ) -> None:
         self._server = server(imports)
         self.returncode: int | None = None
-        self.pid = int(self._ask([words, str(output), env]))
+        places = [str(outputs[0]), str(outputs[-1])]
+        self.pid = int(self._ask([script, words, places, env or environment()]))
 
     def _ask(self, asked: Any) -> Any:
         assert self._server.stdin is not None
@@ -180,7 +170,7 @@ class Running:
         env = environment(planted)
         self.process: Copy | subprocess.Popen[bytes]
         if argv[:2] == [sys.executable, "-m"] and "PJRT_DEVICE" not in os.environ:
-            self.process = Copy(argv[2:], self._said, env)
+            self.process = Copy(argv[2:], self._said, env=env)
         else:
             with self._said.open("a") as file:
                 self.process = subprocess.Popen(
@@ -233,13 +223,13 @@ class Running:
 def run_copies(
     imports: str, script: str, each: Sequence[Sequence[str]], folder: Path, in_turn: bool = False
 ) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of a script with each of these words, all at once or in turn: copies of one
-    process, which has imported what takes seconds.
-    """
-    words = [sys.executable, "-c", imports + COPIES + script, str(folder), str(in_turn), json.dumps(each)]
-    codes = subprocess.check_output(words, cwd=ROOT, env=environment(), text=True, timeout=3000).split()
-    outputs, errors = ([(folder / f"{n}_{m}").read_text() for n in range(len(each))] for m in (1, 2))
-    return list(zip(map(int, codes), outputs, errors, strict=True))
+    """(exit code, stdout, stderr) of a script with each of these words, all at once or in turn."""
+    ends, places = [], [(folder / f"{n}_out", folder / f"{n}_err") for n in range(len(each))]
+    for words, outputs in zip(each, places, strict=True):
+        ends.append(Copy(words, *outputs, imports=imports, script=script).wait)
+        if in_turn:
+            ends[-1]()
+    return [(end(), o.read_text(), e.read_text()) for end, (o, e) in zip(ends, places, strict=True)]
 
 
 def run_two(module: str, words: Sequence[str], place: Path) -> None:
@@ -248,7 +238,7 @@ def run_two(module: str, words: Sequence[str], place: Path) -> None:
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     outputs = [place / f"rank_{rank}.txt" for rank in range(2)]
     envs = [environment() | meet | {"RANK": str(rank)} for rank in range(2)]
-    both = [Copy([module, *words], output, env) for output, env in zip(outputs, envs, strict=True)]
+    both = [Copy([module, *words], output, env=env) for output, env in zip(outputs, envs, strict=True)]
     codes = [copy.wait() for copy in both]
     assert codes == [0, 0], "".join(output.read_text()[-3000:] for output in outputs)
 

@@ -20,8 +20,9 @@ STEPS := 160
 COLUMNS := fine-tuned
 TUNING := train.epochs=1 train.global_batch_size=8 train.per_core_batch_size=8
 SINGLE_DOMAIN := data.list_strategy=single_domain data.device_filter=[zeiss_cirrus]
-# two test files at a time, one thread each: faster on two cores than one file with two threads
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
+# two test files at a time, one thread each: faster on two cores than one file with two threads; with bytecode, or each
+# process that a test starts compiles this tree again
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock lock-tpu test test-slow test-gpu test-xla soak tpu-fit-env lint docs demo clean-demo \
@@ -96,7 +97,8 @@ $(XLA_VENV)/installed: requirements.txt requirements-tpu.txt requirements-dev.tx
 	@touch $@
 
 test-xla: $(XLA_VENV)/installed ## the XLA engine, on four devices of this CPU
-	PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_backend_optimization_level=0 OMP_NUM_THREADS=1 \
+	env -u PYTHONDONTWRITEBYTECODE \
+	    PJRT_DEVICE=CPU CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_backend_optimization_level=0 OMP_NUM_THREADS=1 \
 	    $(XLA_VENV)/bin/python -m pytest -n 2 --dist loadfile -m "xla" \
 	    tests/utils/test_xla.py tests/whole_runs/test_two_hosts.py tests/whole_runs/test_xla_run.py \
 	    tests/whole_runs/test_xla_command.py \

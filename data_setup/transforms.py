@@ -15,6 +15,7 @@ stored indices, masks and shares over voxels [B,D,H,W] or tokens [B,N].
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,12 +23,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from monai.transforms import MapTransform, Randomizable
 from torch import Tensor
 
 from data_setup.masks import MaskPlan, draw_mask
 from data_setup.resample import VALID_SHARE
 from utils.config.schema import Config
+
+# Where transformers is installed, MONAI imports all of it, for one of its networks: two seconds of every
+# start of a process.
+sys.modules.setdefault("transformers", None)  # type: ignore[arg-type]  # to import it is an error
+from monai.transforms import MapTransform, Randomizable  # noqa: E402
+
+if sys.modules["transformers"] is None:
+    del sys.modules["transformers"]
 
 # Streams of one global position; their numbers are part of every result, so they are never renumbered.
 STREAM_GEOMETRY, STREAM_INTENSITY, STREAM_MASK, STREAM_MODEL = range(4)

@@ -26,11 +26,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c() -> Iterator[None]:
-    """A training that a test runs takes Ctrl-C over; afterwards it is pytest's again."""
-    before = signal.getsignal(signal.SIGINT)
+def signals() -> Iterator[None]:
+    """A command that a test runs takes Ctrl-C and SIGTERM over; afterwards they are pytest's again."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_729,
+    "data_setup": 16_737,
     "models": 5_496,
     "pretraining": 2_456,
     "finetuning": 13_191,
     "utils": 8_761,
     "benchmarks": 4_979,
-    "tests": 43_672,
+    "tests": 43_764,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

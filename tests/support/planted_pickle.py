@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch._dynamo  # noqa: F401 - it makes a class of pickle's as it is imported
 import torch.distributed.distributed_c10d as c10d
 
 

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import IO, Any, ClassVar
 
+import pytest
 import torch
 
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
@@ -53,6 +56,106 @@ def documented_nodes(folder: Path, *overrides: str) -> list[list[str]]:
     return [[*launcher, *line.replace("NODE", str(node)).split(), *rest] for node in range(2)]
 
 
+FEW_UPDATES = """import benchmarks.evidence.cli
+from benchmarks.evidence import scratch
+from models.probes import hidden
+scratch.LEAST_STEPS, hidden.MOST_STEPS = 60, 60"""
+
+
+def copies_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of the evidence's queue are copies, of few updates of what learns from labels."""
+
+    def start(command: list[str], stdout: IO[bytes], env: dict[str, str], **_: Any) -> Copy:
+        assert command[:2] == [sys.executable, "-m"]
+        return Copy(command[2:], Path(str(stdout.name)), env=env, imports=FEW_UPDATES)
+
+    monkeypatch.setattr("benchmarks.evidence.queue.subprocess", SimpleNamespace(Popen=start, STDOUT=None))
+
+
+MODULE_OF_WORDS = """
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+SERVER = """
+import gc, json, os, sys
+gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
+for line in sys.stdin:
+    asked = json.loads(line)
+    if isinstance(asked, int):
+        pid, status = os.waitpid(asked, os.WNOHANG)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
+    elif os.fork() == 0:
+        script, sys.argv[1:], places, env = asked
+        os.environ.clear()
+        os.environ.update(env)
+        os.setsid()
+        os.write(1, b"%d\\n" % os.getpid())
+        for number, file in enumerate((os.devnull, *places)):
+            os.dup2(os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR), number)
+        break
+else:
+    sys.exit()
+exec(script)
+"""
+TRAINING = "import wandb, torch._dynamo, pretraining.train"  # the optimizer imports the second
+
+
+@cache
+def server(imports: str) -> subprocess.Popen[str]:
+    """A process that has imported what takes seconds, and makes copies of itself; it ends with this one."""
+    words, pipe = [sys.executable, "-c", imports + SERVER], subprocess.PIPE
+    return subprocess.Popen(words, cwd=ROOT, env=environment(), text=True, bufsize=1, stdin=pipe, stdout=pipe)
+
+
+class Copy:
+    """The Popen of `python -m` with these words, or of a script, as a copy of a process that has imported the
+    most of it; `outputs`: files for stdout and stderr, or one for both.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *outputs: Path,
+        env: dict[str, str] | None = None,
+        imports: str = TRAINING,
+        script: str = MODULE_OF_WORDS,
+    ) -> None:
+        self._server = server(imports)
+        self.returncode: int | None = None
+        places = [str(outputs[0]), str(outputs[-1])]
+        self.pid = int(self._ask([script, words, places, env or environment()]))
+
+    def _ask(self, asked: Any) -> Any:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(asked) + "\n")
+        return json.loads(self._server.stdout.readline())
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._ask(self.pid)
+        return self.returncode
+
+    def wait(self, seconds: float = PATIENCE_S) -> int:
+        """The exit code; raises TimeoutExpired."""
+        deadline = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), seconds)
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Running:
     """A run that has been started; what it says goes into a file beside its run directory.
 
@@ -64,11 +167,15 @@ class Running:
     def __init__(self, argv: Sequence[str], run: Path, planted: dict[str, Any] | None = None) -> None:
         self.run = run
         self._said = run.with_suffix(".txt")
-        with self._said.open("a") as file:
-            self.process = subprocess.Popen(
-                argv, cwd=ROOT, stdout=file, stderr=file, env=environment(planted), start_new_session=True
-            )
-
+        env = environment(planted)
+        self.process: Copy | subprocess.Popen[bytes]
+        if argv[:2] == [sys.executable, "-m"] and "PJRT_DEVICE" not in os.environ:
+            self.process = Copy(argv[2:], self._said, env=env)
+        else:
+            with self._said.open("a") as file:
+                self.process = subprocess.Popen(
+                    argv, cwd=ROOT, stdout=file, stderr=file, env=env, start_new_session=True
+                )
         self._started.append(self)
 
     @classmethod
@@ -113,48 +220,27 @@ class Running:
         return self.process.wait(seconds)
 
 
-COPIES = """
-import gc, json, os, sys
-folder, in_turn, each = sys.argv[1], sys.argv[2] == "True", json.loads(sys.argv[3])
-gc.freeze()  # or the end of each copy walks through all objects, and so copies their memory
-code_of, copies = lambda copy: os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]), []
-for number, words in enumerate(each):
-    if (copy := os.fork()) == 0:
-        for output in (1, 2):
-            os.dup2(os.open(f"{folder}/{number}_{output}", os.O_CREAT | os.O_WRONLY), output)
-        sys.argv[1:] = words
-        break
-    copies.append(code_of(copy) if in_turn else copy)
-else:
-    print(*(copies if in_turn else map(code_of, copies)))
-    sys.exit()
-"""
-MODULE_OF_WORDS = """
-import runpy
-runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
-"""
-
-
 def run_copies(
     imports: str, script: str, each: Sequence[Sequence[str]], folder: Path, in_turn: bool = False
 ) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of a script with each of these words, all at once or in turn: copies of one
-    process, which has imported what takes seconds.
-    """
-    words = [sys.executable, "-c", imports + COPIES + script, str(folder), str(in_turn), json.dumps(each)]
-    codes = subprocess.check_output(words, cwd=ROOT, env=environment(), text=True, timeout=3000).split()
-    outputs, errors = ([(folder / f"{n}_{m}").read_text() for n in range(len(each))] for m in (1, 2))
-    return list(zip(map(int, codes), outputs, errors, strict=True))
+    """(exit code, stdout, stderr) of a script with each of these words, all at once or in turn."""
+    ends, places = [], [(folder / f"{n}_out", folder / f"{n}_err") for n in range(len(each))]
+    for words, outputs in zip(each, places, strict=True):
+        ends.append(Copy(words, *outputs, imports=imports, script=script).wait)
+        if in_turn:
+            ends[-1]()
+    return [(end(), o.read_text(), e.read_text()) for end, (o, e) in zip(ends, places, strict=True)]
 
 
 def run_two(module: str, words: Sequence[str], place: Path) -> None:
     """Run a module as the two processes of one group, as torchrun would; both must succeed."""
     place.mkdir(exist_ok=True)
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    imports = f"import os, pretraining.train\nos.environ |= {meet}"
-    script = "os.environ['RANK'] = sys.argv.pop(1)" + MODULE_OF_WORDS
-    ends = run_copies(imports, script, [(rank, module, *words) for rank in "01"], place)
-    assert [code for code, _, _ in ends] == [0, 0], "".join(errors[-3000:] for _, _, errors in ends)
+    outputs = [place / f"rank_{rank}.txt" for rank in range(2)]
+    envs = [environment() | meet | {"RANK": str(rank)} for rank in range(2)]
+    both = [Copy([module, *words], output, env=env) for output, env in zip(outputs, envs, strict=True)]
+    codes = [copy.wait() for copy in both]
+    assert codes == [0, 0], "".join(output.read_text()[-3000:] for output in outputs)
 
 
 def free_port() -> int:

@@ -1,7 +1,8 @@
 """What one of two processes of a run does: `python -m tests.support.two_processes OUT [compiled]`.
 
 In: RANK and the other variables that torchrun sets. Out: the first saves to OUT what each of them has
-("each"), and what it met when the other one was gone half-way through an update ("lost").
+("each"), what it met when the other one was gone half-way through an update ("lost"), and which modules of
+transformers it has imported.
 With `compiled`: what each has of the compiled cases, and its counts of programs and of graph breaks.
 """
 
@@ -119,13 +120,14 @@ def main(out: str, what: str = "plain") -> None:
     if what == "compiled":
         save_compiled(runtime, out)
         return
+    imported = [name for name in sys.modules if name.startswith("transformers.")]
     pickle_again = forbid_pickle()  # a peer may be anybody
     settled = settled_batch(runtime)
     saved = {name: losses_and_weights(runtime, name) for name in CASES}
     everyone = runtime.group.gather_objects([settled, saved])
     lost = met_without_peer(runtime)  # the group is gone after it
     pickle_again()
-    torch.save({"each": everyone, "lost": lost}, out)
+    torch.save({"each": everyone, "lost": lost, "imported": imported}, out)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def test_a_process_lost_half_way_through_an_update_is_named(both: dict[str, Any]
     assert passed == ["forward"]
     assert "rank 0 lost another of the 2 processes of this run" in text
     assert code == EXIT_TRY_AGAIN
+    assert both["imported"] == [], "MONAI would bring all of transformers, seconds of every start"
 
 
 def test_out_of_memory_on_one_process_halves_the_batch_of_both(two: list[list[Any]]) -> None:

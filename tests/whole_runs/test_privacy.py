@@ -42,7 +42,7 @@ from tests.finetuning.test_scans import Bright, Edge, arm
 from tests.support.dicom_factory import item, rows_down, speckle, write_opt
 from tests.support.finetune_factory import RUNTIME
 from tests.support.pipeline_factory import ROOT, SMOKE, pipeline_overrides
-from tests.support.process_factory import MODULE_OF_WORDS, run_copies
+from tests.support.process_factory import Copy
 from tests.support.wandb_reader import records
 from utils.config.load import load_config
 
@@ -282,8 +282,8 @@ def test_files_of_predict_name_nobody(tmp_path: Path, form: str) -> None:
 def run(out: Path, *stages: list[str]) -> list[int]:
     """The exit codes of stages; what they print is kept beside their files, as their own logs are."""
     (folder := out / f"printed_{stages[0][0]}").mkdir()
-    ends = run_copies("import pretraining.train", MODULE_OF_WORDS, stages, folder, in_turn=True)
-    return [code for code, _, _ in ends]
+    outputs = ((stage, folder / f"{number}.txt") for number, stage in enumerate(stages))
+    return [Copy(stage, output).wait(3000) for stage, output in outputs]
 
 
 @pytest.mark.slow

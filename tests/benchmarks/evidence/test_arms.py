@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.evidence import calibration as evidence_calibration
 from benchmarks.evidence import cli as evidence
+from benchmarks.evidence import cohorts
 from benchmarks.evidence.arms import (
     ARMS,
     CONTROLS,
@@ -36,7 +37,7 @@ from benchmarks.evidence.queue import BASELINES, LAST_BASELINE, Job, Plan, Queue
 from data_setup.masks import MaskPlan
 from models import vjepa3d
 from models.vjepa3d import VJEPA3D
-from tests.support.pipeline_factory import ROOT
+from tests.support.process_factory import copies_of_jobs
 from utils.config.load import flatten, to_yaml
 from utils.config.schema import MethodConfig
 from utils.errors import UserError
@@ -307,15 +308,17 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
 
 @pytest.mark.filterwarnings("ignore:The least populated class")  # 24 people
 @pytest.mark.slow
-def test_the_whole_command_on_a_tiny_budget(tmp_path: Path) -> None:
-    """Data, two steps of a recipe beside the reference, scores, and the table."""
+def test_the_whole_command_on_a_tiny_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data, two steps of a recipe beside the reference, scores, and the table; few updates of what learns."""
     words = "spatial.target_spacing=[0.75,0.072,0.1875]", "spatial.image_size=[8,32,32]"
     changes = [word for change in words for word in ("--change", change)]
+    copies_of_jobs(monkeypatch)
+    for module in (cohorts.phantom, cohorts.prepare):
+        here = partial(lambda main, words: main([*words, "--workers", "0"]), module.main)
+        monkeypatch.setattr(module, "main", here)
 
-    def evidence_command(*words: str) -> None:  # a process of its own: calibration sets thread variables
-        command = [sys.executable, "-m", "benchmarks.evidence", words[0], "--root", str(tmp_path), *words[1:]]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    def evidence_command(*words: str) -> None:
+        assert evidence.main([words[0], "--root", str(tmp_path), *words[1:]]) == 0
 
     out = tmp_path / "results.md"
     evidence_command("data", "--pretraining", "4", "--evaluation", "15", *changes)

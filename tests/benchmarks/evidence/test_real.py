@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +21,7 @@ from data_setup import prepare
 from data_setup.manifest import read_records, unknown_record
 from data_setup.store.reader import PreparedStore
 from tests.support.import_factory import write_nifti
-from tests.support.pipeline_factory import ROOT
+from tests.support.process_factory import copies_of_jobs
 from utils.config.load import load_config
 from utils.errors import UserError
 
@@ -210,7 +208,7 @@ def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_labelled_eyes(eyes: Path, made: Path) -> None:
+def test_the_whole_command_on_labelled_eyes(eyes: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is trained; the controls have been scored (test_arms.py trains them)."""
     cfg = arm_config(arm_by_name("vjepa2"), 0, 2, made, GEOMETRY)
     truth, rng = read_truth(made), np.random.default_rng(0)
@@ -219,10 +217,9 @@ def test_the_whole_command_on_labelled_eyes(eyes: Path, made: Path) -> None:
         noise = score(truth, None, lambda _, guess=guess: guess, cfg.grid)
         save_scores(run_dir(made, arm_by_name(name), 0), noise, {"name": name, "seed": 0, "steps": 2})
     changes = [word for change in GEOMETRY for word in ("--change", change)]
-    command = [sys.executable, "-m", "benchmarks.evidence", "real", "--data", str(eyes), "--root", str(made)]
-    words = [*command, "--steps", "2", "--seeds", "1", "--only", "vjepa2", *changes]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    copies_of_jobs(monkeypatch)
+    words = ["real", "--data", str(eyes), "--root", str(made), "--steps", "2", "--seeds", "1"]
+    assert evidence.main([*words, "--only", "vjepa2", *changes]) == 0
     rows = {row["name"]: row for row in json.loads((made / "table.json").read_text())["rows"]}
     assert {"vjepa2", *CONTROLS} <= set(rows)
     assert (made / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()

@@ -91,9 +91,10 @@ for line in sys.stdin:
         os.environ.clear()
         os.environ.update(env)
         os.setsid()
-        os.write(1, b"%d\\n" % os.getpid())
-        for number, file in enumerate((os.devnull, *places)):
-            os.dup2(os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR), number)
+        files = [os.open(file, os.O_CREAT | os.O_APPEND | os.O_RDWR) for file in (os.devnull, *places)]
+        os.write(1, b"%d\\n" % os.getpid())  # who waits for it may read the files at once
+        for number, file in enumerate(files):
+            os.dup2(file, number)
         break
 else:
     sys.exit()

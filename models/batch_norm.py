@@ -21,11 +21,12 @@ class WeightedBatchNorm(nn.Module):
     statistic. `total` sums over the processes that share a batch, with gradient; the runtime may set it.
     """
 
-    def __init__(self, width: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    momentum, eps = 0.1, 1e-5  # as BatchNorm1d has them
+
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
-        self.momentum, self.eps = momentum, eps
         self.total: Callable[[Tensor], Tensor] = _as_it_is
         self.running_mean: Tensor
         self.running_var: Tensor

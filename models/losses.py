@@ -140,10 +140,10 @@ class VicReg:
 class SigReg:
     """Mean over random directions of the weighted squared distance between characteristic functions."""
 
-    def __init__(self, directions_ES: Tensor, num_points: int = 17, limit: float = 5.0) -> None:
+    def __init__(self, directions_ES: Tensor) -> None:
         self.directions_ES = directions_ES / directions_ES.norm(dim=0, keepdim=True)
-        self.points = torch.linspace(-limit, limit, num_points, device=directions_ES.device)
-        self.step = 2 * limit / (num_points - 1)
+        self.points = torch.linspace(-5.0, 5.0, 17, device=directions_ES.device)
+        self.step = 10.0 / 16
 
     def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
         projected = tokens_BKE.float() @ self.directions_ES

@@ -135,7 +135,7 @@ def _train(cfg: Config, runtime: Runtime, stack: ExitStack) -> int:
             pace = clock.metrics()
             values = step_metrics(run, update, result, progress, micro_batches)
             report(run_log, gauges, done, {**values, **gauge_values, **pace})
-            progress.alert_skipped(progress.skipped.check(cfg, loader.rows_of_step), run_log)
+            progress.alert_skipped(progress.skipped.check(loader.rows_of_step), run_log)
             clock.lap("logging")
         elif step == start:
             clock.restart()  # a resumed run starts its loader here

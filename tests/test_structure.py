@@ -268,20 +268,20 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_737,
+    "data_setup": 16_745,
     "models": 5_496,
     "pretraining": 2_456,
-    "finetuning": 13_191,
-    "utils": 8_761,
-    "benchmarks": 4_979,
+    "finetuning": 13_188,
+    "utils": 8_746,
+    "benchmarks": 4_989,
     "tests": 43_765,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),
     "models": (15, 5, 21),  # the losses have a kernel too
     "pretraining": (7, 5, 15),
-    "finetuning": (13, 7, 32),
-    "utils": (18, 8, 47),  # tables and terminal show a stranger's names by utils.errors
+    "finetuning": (13, 7, 31),
+    "utils": (18, 7, 47),  # tables and terminal show a stranger's names by utils.errors
 }
 COMMANDS = {  # what a person runs as `python -m NAME`
     "data_setup.expand",

@@ -127,14 +127,6 @@ def require_file(option: str, place: str) -> None:
     require_folder(option, os.path.dirname(place) or ".")
 
 
-def output_file(text: str) -> Path:
-    """For argparse: a file that will be written after long work, so its folder must be there now."""
-    path = Path(text)
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a folder {path.parent}, found none")
-    return path
-
-
 def hint(error: UserError) -> str:
     """What to do next, for an error whose own words end before that: after a ';', or with a page of docs/."""
     if isinstance(error, ConfigError):
@@ -182,12 +174,6 @@ def announce(text: str) -> None:
     """What a command is about to do, a line on stdout; of several processes only the first says it."""
     if os.environ.get("RANK", "0") == "0":
         print(shown(text), flush=True)
-
-
-def answer_help(command: str, description: str) -> None:
-    """Answer only --help, where a command line is too free to be refused early."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        parse_words(command, description, ["--help"])
 
 
 def run_cli(main: Callable[[], int | None]) -> None:

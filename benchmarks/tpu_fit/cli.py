@@ -27,7 +27,7 @@ from benchmarks.tpu_fit.compile import RESULT_VERSION
 from benchmarks.tpu_fit.env import ROOT, environment
 from benchmarks.tpu_fit.topologies import TOPOLOGIES
 from benchmarks.tpu_fit.verdict import describe, facts_of
-from utils.cli import output_file, parse_cli
+from utils.cli import parse_cli
 from utils.config.load import accumulation_steps, load_config, to_yaml
 from utils.config.schema import Config
 from utils.errors import EXIT_USER_ERROR, ConfigError, UserError
@@ -36,6 +36,14 @@ CACHE = ROOT / "runs" / "tpu_fit"
 AI_READI_VOLUMES = 56_477  # OCT volumes of its third release, the default of --volumes
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "PJRT_DEVICE", "CPU_NUM_DEVICES")  # never inherited
 Facts = dict[str, Any]
+
+
+def output_file(text: str) -> Path:
+    """For argparse: a file that will be written after long work, so its folder must be there now."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder {path.parent}, found none")
+    return path
 
 
 def main(argv: list[str] | None = None) -> int:

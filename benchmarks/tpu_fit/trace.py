@@ -10,16 +10,18 @@ that a TPU worker gets.
 
 from __future__ import annotations
 
-from utils.cli import answer_help, parse_cli, run_cli
+import sys
+
+from utils.cli import parse_cli, parse_words, run_cli
 from utils.runtime import patience
 
 if __name__ == "__main__":  # torch_xla is in an environment of its own
-    answer_help("benchmarks.tpu_fit.trace", __doc__ or "")
+    if {"-h", "--help"} & set(sys.argv[1:]):  # torch_xla comes with the imports
+        parse_words("benchmarks.tpu_fit.trace", __doc__ or "", ["--help"])
 
 import argparse
 import json
 import os
-import sys
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path

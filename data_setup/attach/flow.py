@@ -47,6 +47,7 @@ from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import shown
+from utils.tables import Table, terminal
 
 CUBE = "flow_cube_file_path"
 IMAGE = "associated_enface_{}_file_path"
@@ -222,11 +223,14 @@ def summarise(index: pd.DataFrame, counts: Mapping[str, int], unread: int) -> di
 
 def table(report: Mapping[str, Any]) -> str:
     """The report as a few lines of text."""
-    lines = [f"{'device':24s} {'cubes':>5s} {'fit':>6s} {'reversed':>8s} {'unclear':>7s}  en-face images"]
-    for device, part in report["by_device"].items():
-        counts = f"{part['reversed_d']:8d} {part['unclear']:7d}"
-        lines.append(f"{device:24s} {part['kept']:5d} {part['fit']:6.2f} {counts}  {words(part['slabs'])}")
-    lines.append(f"cubes that are not used: {words(report['mismatches'])}")
-    lines.append(f"en-face images that are not used: {words(report['enface_mismatches'])}")
-    lines.append("Flow is what a device's software computed: no measure of speed, and no truth.")
-    return "\n".join(map(shown, lines))
+    header = ["device", "cubes", "fit", "reversed", "unclear", "en-face images"]
+    rows = [
+        [device, *(str(part[key]) for key in ("kept", "fit", "reversed_d", "unclear")), words(part["slabs"])]
+        for device, part in report["by_device"].items()
+    ]
+    lines = [
+        f"cubes that are not used: {words(report['mismatches'])}",
+        f"en-face images that are not used: {words(report['enface_mismatches'])}",
+        "Flow is what a device's software computed: no measure of speed, and no truth.",
+    ]
+    return "\n".join([terminal(Table("", header, rows, is_text=True)), *map(shown, lines)])

@@ -40,6 +40,7 @@ from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config
 from utils.errors import shown
+from utils.tables import Table, terminal
 
 UID, PATH = "associated_segmentation_sop_instance_uid", "associated_segmentation_file_path"
 UNCLEAR = "direction_unclear"  # both directions fit: that of the protocol's clear maps, else the file's
@@ -162,13 +163,18 @@ def _count_other_grids(part: pd.DataFrame) -> int:
 
 def table(report: Mapping[str, Any]) -> str:
     """The report as a few lines of text."""
-    lines = [f"{'device':24s} {'maps':>5s} {'valid':>6s} {'reversed':>8s}  surfaces, from the vitreous down"]
-    for device, part in report["by_device"].items():
-        names = "; ".join(text.replace("|", " ") for text in part["surfaces"])
-        lines.append(
-            f"{device:24s} {part['kept']:5d} {part['valid_share']:6.2f} {part['reversed_d']:8d}  {names}"
-        )
-    lines.append(f"not used: {words(report['mismatches'])}")
-    lines.append(f"noted: {words(report['notes'], 'nothing')}")
-    lines.append("Heights are what a device's software saw: labels of a machine, not truth.")
-    return "\n".join(map(shown, lines))
+    header = ["device", "maps", "valid", "reversed", "surfaces, from the vitreous down"]
+    rows = [
+        [
+            device,
+            *(str(part[key]) for key in ("kept", "valid_share", "reversed_d")),
+            "; ".join(text.replace("|", " ") for text in part["surfaces"]),
+        ]
+        for device, part in report["by_device"].items()
+    ]
+    lines = [
+        f"not used: {words(report['mismatches'])}",
+        f"noted: {words(report['notes'], 'nothing')}",
+        "Heights are what a device's software saw: labels of a machine, not truth.",
+    ]
+    return "\n".join([terminal(Table("", header, rows, is_text=True)), *map(shown, lines)])

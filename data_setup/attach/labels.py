@@ -37,6 +37,7 @@ from utils import storage
 from utils.config.schema import Config
 from utils.config.written import plain_yaml
 from utils.errors import UserError, shown
+from utils.tables import Table, terminal
 
 VOLUME, SURFACES = "label_volume", "label_surfaces"  # columns of the manifest
 SECOND = "label_surfaces_2"  # of another grader, who is measured as a head is and trains none
@@ -287,9 +288,8 @@ def table(report: Mapping[str, Any]) -> str:
         if column == SURFACES:
             lines += [f"  {text.replace('|', ' ')}" for text in part["surfaces"]]
             continue
-        lines.append(f"  {'class':20s} {'volumes':>8s} {'voxels':>12s}")
-        for name, count in part["classes"].items():
-            lines.append(f"  {name:20s} {count['volumes']:8d} {count['voxels']:12d}")
+        counts = [[f"  {n}", str(c["volumes"]), str(c["voxels"])] for n, c in part["classes"].items()]
+        lines += terminal(Table("", ["  class", "volumes", "voxels"], counts)).splitlines()
         if part["cut_share"]:
             lines.append(f"  {part['cut_share']:.1%} of a volume's labelled voxels lie outside the grid")
     lines.append(f"lines without labels: {words(report['without_labels'])}")

@@ -64,7 +64,7 @@ def read(file: IO[bytes], url: str, sidecar: Sidecar) -> Iterator[Any]:
         "NIfTI",
         layout.volume_shape,
         layout.dtype,
-        _spacing(layout.hdr, layout.order, sidecar, layout.source, url),
+        _spacing(layout.hdr, layout.order, url),
         sidecar,
         flip_d=layout.flip_d,
         orientation_source=layout.source if layout.source == "nifti_affine" else "unknown",
@@ -227,9 +227,7 @@ def _cosines(form: np.ndarray) -> np.ndarray | None:
     return form / norms if np.all(np.isfinite(form)) and np.all(norms > 0) else None
 
 
-def _spacing(
-    hdr: Any, order: list[int], sidecar: Sidecar, source: str, url: str
-) -> tuple[list[float] | None, str]:
+def _spacing(hdr: Any, order: list[int], url: str) -> tuple[list[float] | None, str]:
     """(spacing of D, H, W in mm, "nifti_header"), or None and the reason."""
     with reading(url, RejectReason.MISSING_SPACING, "a unit of length"):
         unit = hdr.get_xyzt_units()[0]

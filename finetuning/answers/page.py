@@ -239,8 +239,7 @@ def _pair_table(board: Board) -> Table:
     ]
     header = ["column", "pair", "difference", "95 % interval", "p", "p (Holm)", "", "could have shown"]
     note = "Paired over participants; intervals are of single pairs, p (Holm) is corrected for all pairs."
-    bold = tuple(place for place, c in enumerate(ranked) if c.shown)
-    return Table("Differences of all pairs", header, rows, note, bold)
+    return Table("Differences of all pairs", header, rows, note)
 
 
 def _device_tables(board: Board) -> list[Table]:

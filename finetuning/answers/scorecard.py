@@ -88,11 +88,8 @@ class Answer:
 
 def protocol_of(cfg: Config) -> dict[str, Any]:
     """The keys that decide how something is judged."""
-    sections, keys = (
-        ("task.", "probe.", "eval."),
-        {*keys_of_features(dict(flatten(cfg))), "seed", "train.use_bf16"},
-    )
-    return {key: value for key, value in flatten(cfg) if key.startswith(sections) or key in keys}
+    keys = {*keys_of_features(dict(flatten(cfg))), "seed", "train.use_bf16"}
+    return {key: value for key, value in flatten(cfg) if key.startswith(("task.", "eval.")) or key in keys}
 
 
 def estimated(value: float, ci95: Sequence[float] | None) -> Estimate:

@@ -83,7 +83,7 @@ def read_cohort(cfg: Config, store: PreparedStore) -> Cohort:
             f"{cfg.task.label_column}: expected every class among the participants of split train, found "
             f"{[cohort.names[number] for number in lacking]} only in val or {cfg.eval.split}"
         )
-    return _without_empty_classes(cfg, cohort, "split train")
+    return _without_empty_classes(cohort, "split train")
 
 
 def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -> list[Cohort]:
@@ -106,7 +106,7 @@ def crossfit_cohorts(cfg: Config, store: PreparedStore, seen: Collection[str]) -
     whole = _cohort(cfg, labels, [index])
     _require_fold(cfg, whole, TRAIN, where)
     _require_people(cfg, whole, where)
-    whole = _without_empty_classes(cfg, whole, where)
+    whole = _without_empty_classes(whole, where)
     people = sorted(set(whole.person.tolist()))
     place = {p: n for n, p in enumerate(seeded_order(people, cfg.seed, "crossfit"))}
     strata = _strata(whole, math.ceil(len(people) / folds))
@@ -241,7 +241,7 @@ def _classes(cohort: Cohort, fold: int | None = None) -> list[int]:
     return [int(number) for number in np.unique(chosen)]
 
 
-def _without_empty_classes(cfg: Config, cohort: Cohort, where: str) -> Cohort:
+def _without_empty_classes(cohort: Cohort, where: str) -> Cohort:
     """Class numbers without those that nobody has; UserError where task.names names one of these."""
     present = _classes(cohort)
     if cohort.kind not in CLASS_KINDS or len(present) == len(cohort.names):

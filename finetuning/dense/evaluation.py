@@ -180,7 +180,7 @@ def open_originals(
 
 
 def _fingerprint(cfg: Config, volumes: DenseVolumes, head: DenseHead, own: OnScan[Any] | str) -> str:
-    asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "probe.", "task."))}
+    asked = {k: v for k, v in flatten(cfg) if k.startswith(("eval.", "task."))}
     return digest(
         [
             FORMAT_VERSION,

@@ -109,7 +109,7 @@ def _finetune(
             runtime.synchronise()
             pace = (done - first) * cfg.train.global_batch_size / (time.perf_counter() - began)
             run_log.metrics(done, update_metrics(progress, result, rate) | {"perf/volumes_per_s": pace})
-            progress.alert_skipped(progress.skipped.check(cfg, loader.rows_of_step), run_log)
+            progress.alert_skipped(progress.skipped.check(loader.rows_of_step), run_log)
             began, first = time.perf_counter(), done
         run_log.advance()
         names: list[str] = []

@@ -40,6 +40,7 @@ from utils.runtime.single import Runtime
 LABELLED = 0.5  # the score from which a label counts as predicted
 NO_DISTANCE = "unknown: the head's file holds nothing of its training features"
 TITLE_INCH = 10 * 1.2 / 72  # of a line of a title
+MOST_LETTERS = 70  # of a file's name in a title
 FOOTERS = {  # by who drew the heights that the head learnt from
     "device": "Lines: surfaces that the head learnt from a device's software, labels of a machine, not "
     "truth. Where the device of this scan marks no such surface, nobody has measured the line.",
@@ -180,11 +181,11 @@ def distance_text(percentile: float | None) -> str:
     return f"Features: farther from the training set than {percentile:.0f} % of its held-out volumes."
 
 
-def short_name(path: str, limit: int = 70) -> str:
+def short_name(path: str) -> str:
     """The name of a file, its middle left out where it is long; what is no letter or sign is a square."""
     name = "".join(c if c.isprintable() else "\ufffd" for c in PurePosixPath(path).name)
-    half = (limit - 5) // 2
-    return name if len(name) <= limit else f"{name[:half]} ... {name[-half:]}"
+    half = (MOST_LETTERS - 5) // 2
+    return name if len(name) <= MOST_LETTERS else f"{name[:half]} ... {name[-half:]}"
 
 
 def describe(fields: dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ from models.probes.tokens import DensePrediction, Rows, errors_by_participant, m
 WIDTH = 192
 BATCH = 256
 MOST_STEPS, CHECK_STEPS, PATIENCE = 900, 15, 8  # of updates; of updates; of checks without a better one
-RATE, WARMUP_STEPS, DECAY = 2e-3, 30, 0.05
+RATE, WARMUP_STEPS, DECAY, SEED = 2e-3, 30, 0.05, 0
 FLOOR = 1e-6  # what varies less is not rescaled
 Rank = tuple[float, ...]
 
@@ -48,7 +48,6 @@ def fit_hidden(
     weight_n: np.ndarray,
     val_x: np.ndarray,
     rank: Callable[[np.ndarray], Rank],
-    seed: int = 0,
 ) -> tuple[Callable[[np.ndarray], np.ndarray], Rank]:
     """One hidden layer, AdamW: features [n, F] -> outputs [n, C] of the step that `rank` finds best, and its
     rank. `rank` is given the outputs of `val_x`; train_y: values float [n, L] (squared error), or class
@@ -60,9 +59,9 @@ def fit_hidden(
     middle, spread = (torch.zeros(1), torch.ones(1)) if is_class else _moments(y.float())
     wanted = y.long() if is_class else (y.float() - middle) / spread
     x, val, weight = (x - centre) / scale, (_tensor(val_x) - centre) / scale, _tensor(weight_n)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         outputs = int(y.max()) + 1 if is_class else y.shape[1]
         last = nn.Linear(WIDTH, outputs)
         layers = nn.Sequential(nn.Linear(x.shape[1], WIDTH), nn.GELU(), last)

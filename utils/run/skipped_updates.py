@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from utils.config.schema import Config
 from utils.runtime.single import Runtime
 
 log = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ class SkippedUpdates:
         """Updates skipped so far."""
         return int(self._total)
 
-    def check(self, cfg: Config, rows_of_step: Callable[[int], list[int]]) -> list[str]:
+    def check(self, rows_of_step: Callable[[int], list[int]]) -> list[str]:
         """Name the updates skipped since the last call, and return the names; NotFiniteError after
         MAX_BAD_STEPS in a row, on every process. The first one logs.
         """

@@ -341,7 +341,7 @@ def remove(url: str, options: StorageOptions | None = None, recursive: bool = Fa
             fs.rm_file(path)
 
 
-def make_dirs(url: str, options: StorageOptions | None = None) -> None:
+def make_dirs(url: str) -> None:
     """Make a folder and its parents; buckets have no folders, so nothing happens there."""
     if not is_remote(url):
         with named_errors(url):

@@ -41,6 +41,7 @@ from utils.log import setup_logging
 from utils.run.folder import held_run
 from utils.run.guard import open_engine
 from utils.runtime.open import open_runtime
+from utils.tables import ON_VALIDATION, Table, terminal
 from utils.terminal import say
 
 log = logging.getLogger(__name__)
@@ -107,17 +108,14 @@ def refuse_another_encoder(source: Source) -> None:
 
 def format_grid(validation: dict[str, Any]) -> str:
     """Every pair of the grid at its best epoch, and which one is kept."""
-    lines = [
-        f"{'learning rate':>13} {'weight decay':>12} {'epoch':>6} {validation['metric']:>24} {'loss':>8}"
-    ]
-    chosen = validation["learning_rate"], validation["weight_decay"]
+    rows = []
     for row in validation["grid"]:
-        mark = "  kept" if (row["learning_rate"], row["weight_decay"]) == chosen else ""
-        lines.append(
-            f"{row['learning_rate']:>13g} {row['weight_decay']:>12g} {row['epoch']:>6} {row['score']:>24.4f} "
-            f"{row['loss']:>8.4f}{mark}"
-        )
-    return "\n".join([*lines, "Chosen only on validation; the evaluated participants were not looked at."])
+        pair = row["learning_rate"], row["weight_decay"]
+        mark = "kept" if pair == (validation["learning_rate"], validation["weight_decay"]) else ""
+        scores = f"{row['score']:.4f}", f"{row['loss']:.4f}"
+        rows.append([*(f"{number:g}" for number in pair), str(row["epoch"]), *scores, mark])
+    header = ["learning rate", "weight decay", "epoch", validation["metric"], "loss", ""]
+    return terminal(Table("", header, rows, ON_VALIDATION))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

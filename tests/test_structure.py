@@ -271,8 +271,8 @@ LINES = {
     "data_setup": 16_745,
     "models": 5_496,
     "pretraining": 2_456,
-    "finetuning": 13_188,
-    "utils": 8_746,
+    "finetuning": 13_185,
+    "utils": 8_747,
     "benchmarks": 4_989,
     "tests": 43_765,
 }

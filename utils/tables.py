@@ -13,6 +13,7 @@ from typing import Any
 from utils.errors import shown
 
 NONE = "-"  # what does not exist, or was not measured
+ON_VALIDATION = "Chosen only on validation; the evaluated participants were not looked at."  # a note
 
 
 @dataclass(frozen=True)

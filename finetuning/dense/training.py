@@ -51,6 +51,7 @@ from utils.run.folder import held_run
 from utils.run.log import AnyLog, open_log
 from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime, StopRequested
+from utils.tables import ON_VALIDATION, Table, terminal
 from utils.terminal import say
 
 log = logging.getLogger(__name__)
@@ -359,8 +360,6 @@ def drawn(seed: int, step: int, first: int, device: torch.device) -> Iterator[No
 
 
 def format_arms(validation: Mapping[str, Mapping[str, Any]], title: str, form: str, metric: str) -> str:
-    """The best epoch of each arm; `form`: of the metric's value, 26 characters wide."""
-    lines = [f"{'encoder':<14} {'epoch':>6} {title:>26}"]
-    for name, best in validation.items():
-        lines.append(f"{name:<14} {best['epoch']:>6} {form.format(best[metric]):>26}")
-    return "\n".join([*lines, "Chosen only on validation; the evaluated participants were not looked at."])
+    """The best epoch of each arm; `form`: of the metric's value."""
+    rows = [[name, str(best["epoch"]), form.format(best[metric])] for name, best in validation.items()]
+    return terminal(Table("", ["encoder", "epoch", title], rows, ON_VALIDATION))

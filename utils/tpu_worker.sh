@@ -322,7 +322,7 @@ stop() {
 
 # ---- status, logs
 
-meaning() { # CODE: what the training's exit code says; docs/guides/unattended.md has the table
+meaning() { # CODE: what the training's exit code says; docs/reference/troubleshooting.md has the table
     case $1 in
     0) say "finished" ;;
     2) say "a person has to correct it; start does not help" ;;

@@ -268,7 +268,7 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_745,
+    "data_setup": 16_737,
     "models": 5_496,
     "pretraining": 2_456,
     "finetuning": 13_185,

@@ -38,15 +38,8 @@ def made_up(kind: str, target: np.ndarray, people: int = 90, seed: int = 0) -> t
     person = np.array([f"p{n:03d}" for n in number])
     names = tuple(f"n{i}" for i in range(target.shape[1] if kind == "multilabel" else int(target.max()) + 1))
     names = ("value",) if kind == "regression" else names
-    return Cohort(
-        kind,
-        names,
-        np.arange(2 * people),
-        np.array([TRAIN, VAL, EVALUATED, TRAIN])[number % 4],
-        target[number],
-        person,
-        person,
-    ), features
+    fold = np.array([TRAIN, VAL, EVALUATED, TRAIN])[number % 4]
+    return Cohort(kind, names, np.arange(2 * people), fold, target[number], person, person), features
 
 
 def learning(world: Path, *overrides: str) -> Config:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -615,3 +616,26 @@ def test_invalid_values_follow_the_device(quirky_maps: Path, every_map: Path, tm
     assert "invalid" in HEIGHT_HABITS
     for path, device in kept[["path", "device"]].itertuples(index=False):
         assert np.isnan(read_heights(str(quirky_maps / "tree" / path), device).values[0]).mean() > 0.01
+
+
+def test_tables_of_flow_and_of_maps_have_a_row_for_each_device(
+    quirky_flow: Path, quirky_maps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they are printed, with a bar between columns."""
+    assert lay(quirky_flow, "flow") == lay(quirky_maps, "heights") == 0
+    text = re.sub("  +", "|", capsys.readouterr().out)
+    assert [line for line in text.splitlines() if "|" in line] == [
+        "device|cubes|fit|reversed|unclear|en-face images",
+        "heidelberg_spectralis|1|0.78|1|0|superficial 1, deep 1, outer_retina 1, choriocapillaris 1",
+        "topcon_maestro2|1|0.77|0|1|superficial 1, deep 0, outer_retina 1, choriocapillaris 1",
+        "topcon_triton|1|0.73|0|0|superficial 0, deep 1, outer_retina 1, choriocapillaris 1",
+        "zeiss_cirrus|2|0.76|0|1|superficial 1, deep 2, outer_retina 1, choriocapillaris 2",
+        "device|maps|valid|reversed|surfaces, from the vitreous down",
+        "heidelberg_spectralis|1|0.98|1|ILM RNFL GCL IPL INL OPL ELM PR1 PR2 RPE BM",
+        "topcon_maestro2|1|0.98|0|ILM RNFL/GCL GCL IPL/INL OPL ELM IS/OS OS/RPE BM",
+        "topcon_triton|2|0.99|0|ILM RNFL/GCL GCL IPL/INL OPL ELM IS/OS OS/RPE BM CSI; "
+        + " ".join(f"surface_{number:02d}" for number in range(1, 11)),
+        "zeiss_cirrus|2|0.97|0|ILM RPE",
+    ]
+    assert "\nen-face images that are not used: missing_file 1, not_en_face 1, other_field 1" in text
+    assert "\nnoted: frames_not_by_depth 1, labels_in_another_order 2, no_labels 1" in text

@@ -37,6 +37,8 @@ from finetuning.dense import segmentation, translation
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
 from finetuning.dense.kind import Kind
+from finetuning.dense.kinds import KINDS
+from finetuning.dense.training import format_arms
 from finetuning.features.kept import KeptFeatures
 from tests.finetuning.test_scans import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
@@ -51,6 +53,7 @@ from tests.support.heights_factory import (
 from tests.support.line_fields import documented
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
+from utils.tables import ON_VALIDATION
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
 CLASSES = "task.names=[CHOROID,ONL]"
@@ -107,6 +110,25 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     assert other == [24 + step for step in own]
     logged = [line["val/dice"] for line in lines if "val/dice" in line]
     assert logged == [line["dice"] for line in best["history"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "values"),
+    [
+        ("layers", "validation boundary error", ("12.35 um", "0.50 um")),
+        ("segmentation", "validation Dice", ("12.346", "0.500")),
+        ("translation", "validation L1", ("12.3457", "0.5000")),
+    ],
+)
+def test_arms_are_printed_with_their_best_epochs(name: str, title: str, values: tuple[str, str]) -> None:
+    kind, width = KINDS[name], len(title)
+    best = {PRETRAINED: {"epoch": 12, kind.metric: 12.34567}, RANDOM: {"epoch": 3, kind.metric: 0.5}}
+    assert format_arms(best, *kind.shown, kind.metric).splitlines() == [
+        f"encoder      epoch  {title}",
+        f"pretrained      12  {values[0]:>{width}}",
+        f"random_init      3  {values[1]:>{width}}",
+        ON_VALIDATION,
+    ]
 
 
 def test_lesions_are_counted_one_by_one() -> None:

@@ -268,13 +268,13 @@ def test_every_marker_has_a_make_target() -> None:
 # A ratchet: adding to a room, a command or a key means taking from another, or a new number here, in a commit
 # that says why.
 LINES = {
-    "data_setup": 16_745,
+    "data_setup": 16_737,
     "models": 5_496,
     "pretraining": 2_456,
     "finetuning": 13_185,
     "utils": 8_747,
     "benchmarks": 4_989,
-    "tests": 43_765,
+    "tests": 43_763,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

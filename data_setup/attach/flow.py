@@ -29,6 +29,7 @@ from data_setup.attach.jobs import (
     OF_SCAN,
     Job,
     correlation,
+    device_table,
     finish,
     match_lines,
     mismatches,
@@ -46,8 +47,6 @@ from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config
-from utils.errors import shown
-from utils.tables import Table, terminal
 
 CUBE = "flow_cube_file_path"
 IMAGE = "associated_enface_{}_file_path"
@@ -196,7 +195,15 @@ def prepare_flow(cfg: Config, workers: int) -> int:
     writer.create(len(store.index), store.image_size)
     index, away = run(jobs, workers, "cubes")
     report = summarise(index, counts, len(away))
-    return finish(store, "flow", report, table(report), away, "cubes")
+    text = device_table(
+        report,
+        ["cubes", "fit", "reversed", "unclear", "en-face images"],
+        lambda p: [p["kept"], p["fit"], p["reversed_d"], p["unclear"], words(p["slabs"])],
+        f"cubes that are not used: {words(report['mismatches'])}",
+        f"en-face images that are not used: {words(report['enface_mismatches'])}",
+        "Flow is what a device's software computed: no measure of speed, and no truth.",
+    )
+    return finish(store, "flow", report, text, away, "cubes")
 
 
 def summarise(index: pd.DataFrame, counts: Mapping[str, int], unread: int) -> dict[str, Any]:
@@ -219,18 +226,3 @@ def summarise(index: pd.DataFrame, counts: Mapping[str, int], unread: int) -> di
             for device, part in kept.groupby("device")
         },
     }
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The report as a few lines of text."""
-    header = ["device", "cubes", "fit", "reversed", "unclear", "en-face images"]
-    rows = [
-        [device, *(str(part[key]) for key in ("kept", "fit", "reversed_d", "unclear")), words(part["slabs"])]
-        for device, part in report["by_device"].items()
-    ]
-    lines = [
-        f"cubes that are not used: {words(report['mismatches'])}",
-        f"en-face images that are not used: {words(report['enface_mismatches'])}",
-        "Flow is what a device's software computed: no measure of speed, and no truth.",
-    ]
-    return "\n".join([terminal(Table("", header, rows, is_text=True)), *map(shown, lines)])

@@ -23,6 +23,7 @@ from data_setup.attach.jobs import (
     LEAST_STEP,
     OF_SCAN,
     Job,
+    device_table,
     edge_step,
     finish,
     match_lines,
@@ -39,8 +40,6 @@ from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, read_table
 from utils import storage
 from utils.config.schema import Config
-from utils.errors import shown
-from utils.tables import Table, terminal
 
 UID, PATH = "associated_segmentation_sop_instance_uid", "associated_segmentation_file_path"
 UNCLEAR = "direction_unclear"  # both directions fit: that of the protocol's clear maps, else the file's
@@ -129,7 +128,15 @@ def prepare_heights(cfg: Config, workers: int) -> int:
     SideWriter(HEIGHTS, store.url, store.options).create(len(store.index), store.image_size)
     index, away = run(jobs, workers, "maps")
     report = summarise(index, counts, len(away))
-    return finish(store, "heights", report, table(report), away, "maps")
+    text = device_table(
+        report,
+        ["maps", "valid", "reversed", "surfaces, from the vitreous down"],
+        lambda p: [p["kept"], p["valid_share"], p["reversed_d"], "; ".join(p["surfaces"]).replace("|", " ")],
+        f"not used: {words(report['mismatches'])}",
+        f"noted: {words(report['notes'], 'nothing')}",
+        "Heights are what a device's software saw: labels of a machine, not truth.",
+    )
+    return finish(store, "heights", report, text, away, "maps")
 
 
 def summarise(index: pd.DataFrame, counts: Mapping[str, int], unread: int) -> dict[str, Any]:
@@ -159,22 +166,3 @@ def _count_other_grids(part: pd.DataFrame) -> int:
     """Maps whose grid is not the most frequent one of their protocol."""
     sizes = part.map_d.astype(int).astype(str) + "x" + part.map_w.astype(int).astype(str)
     return int(sum(len(s) - s.value_counts().iloc[0] for _, s in sizes.groupby(part.protocol)))
-
-
-def table(report: Mapping[str, Any]) -> str:
-    """The report as a few lines of text."""
-    header = ["device", "maps", "valid", "reversed", "surfaces, from the vitreous down"]
-    rows = [
-        [
-            device,
-            *(str(part[key]) for key in ("kept", "valid_share", "reversed_d")),
-            "; ".join(text.replace("|", " ") for text in part["surfaces"]),
-        ]
-        for device, part in report["by_device"].items()
-    ]
-    lines = [
-        f"not used: {words(report['mismatches'])}",
-        f"noted: {words(report['notes'], 'nothing')}",
-        "Heights are what a device's software saw: labels of a machine, not truth.",
-    ]
-    return "\n".join([terminal(Table("", header, rows, is_text=True)), *map(shown, lines)])

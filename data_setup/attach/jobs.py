@@ -15,7 +15,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -31,7 +31,8 @@ from data_setup.store.reader import PreparedStore
 from data_setup.store.summary import words
 from data_setup.tables.text import clean_path, fact_of, path_of
 from utils import storage
-from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError
+from utils.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR, UserError, shown
+from utils.tables import Table, terminal
 from utils.terminal import say, track
 from utils.workers import executor_of
 
@@ -224,6 +225,17 @@ def require_jobs(jobs: Sequence[Job], counts: Mapping[str, int], url: str, expec
 def mismatches(index: pd.DataFrame, counts: Mapping[str, int]) -> dict[str, int]:
     """How many lines and files are not used, by reason."""
     return dict(sorted((Counter(counts) + Counter(index.status[index.status != KEPT].tolist())).items()))
+
+
+def device_table(
+    report: Mapping[str, Any], header: Sequence[str], row_of: Callable[[Any], Sequence[Any]], *lines: str
+) -> str:
+    """A row for each device of a report, with two decimals where a value is a fraction, and lines below."""
+    rows = [
+        [device, *(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row_of(part))]
+        for device, part in report["by_device"].items()
+    ]
+    return "\n".join([terminal(Table("", ["device", *header], rows, is_text=True)), *map(shown, lines)])
 
 
 def finish(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,16 +32,7 @@ from data_setup.readers.heights import DEPTH_OF_LABEL, NUM_SURFACES, read_height
 from data_setup.readers.octa import EN_FACE, FLOW_CUBE, SLABS, read_octa, slab_of
 from data_setup.resample import plane_weights
 from data_setup.store.reader import PreparedStore
-from tests.support.heights_factory import (
-    OCTA,
-    config,
-    make_flow_tree,
-    make_tree,
-    prepare_all,
-    prepare_flow,
-    rows_of,
-    words,
-)
+from tests.support.heights_factory import OCTA, config, make_flow_tree, make_tree, prepare_all, rows_of, words
 from tests.support.octa_faults import (
     CUBE_FAULTS,
     FLOW_FAULTS,
@@ -52,9 +44,7 @@ from tests.support.octa_faults import (
     IMAGE_FAULTS,
     write_heights,
 )
-from tests.support.pipeline_factory import SMOKE
 from utils import storage
-from utils.config.load import load_config
 from utils.errors import UserError
 
 SHAPE = (14, 60, 18)
@@ -93,7 +83,7 @@ def contents(stored: Stored, row: int) -> list[np.ndarray]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("plain")
     make_flow_tree(root / "tree", 3, (), (0, 2, 5), SHAPE)
-    prepare_flow(root)
+    prepare_all(root, mode="flow")
     assert lay(root, "heights") == 0
     return root
 
@@ -224,18 +214,14 @@ def quirky_flow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every habit in every file, and one scan of each fault."""
     root = tmp_path_factory.mktemp("quirky")
     make_flow_tree(root / "tree", FLOW_PEOPLE, FLOW_QUIRKS, (0, 1, 2, 4, 5), SHAPE)
-    prepare_flow(root)
+    prepare_all(root, mode="flow")
     return root
-
-
-def flow_index(root: Path) -> pd.DataFrame:
-    return pd.read_parquet(root / "store" / "flow.parquet")
 
 
 def expected(root: Path, row: int) -> np.ndarray:
     """The flow of a row's file in the store's order, by pydicom alone."""
     record = PreparedStore.open(str(root / "store")).index.loc[row]
-    cube = pydicom.dcmread(root / "tree" / flow_index(root).set_index("row").path[row]).pixel_array
+    cube = pydicom.dcmread(root / "tree" / table_of(root, "flow").set_index("row").path[row]).pixel_array
     return cube[::-1] if record.flipped_d else cube
 
 
@@ -247,8 +233,8 @@ def inside(root: Path, row: int, values: np.ndarray, axes: str) -> np.ndarray:
 def test_flow_lies_where_the_file_has_it(plain: Path) -> None:
     """Each stored cube is most like its own file's, resized by SciPy, in the order of the store."""
     flow = StoredFlow.open(str(plain / "store"))
-    assert flow_index(plain).status.tolist() == ["kept"] * 3
-    assert not flow_index(plain).reversed_d.any()
+    assert table_of(plain, "flow").status.tolist() == ["kept"] * 3
+    assert not table_of(plain, "flow").reversed_d.any()
     for row in flow.index.row:
         cube = expected(plain, row)
         own = inside(plain, row, flow.read(row), "dhw").astype(float)
@@ -322,7 +308,7 @@ def test_every_fault_of_flow_is_counted_by_its_reason(quirky_flow: Path) -> None
     assert report["mismatches"] == dict(sorted((reason, 1) for _, _, reason in CUBE_FAULTS.values()))
     assert report["enface_mismatches"] == dict(sorted((reason, 1) for _, _, reason in IMAGE_FAULTS.values()))
     assert report["kept"] == FLOW_PEOPLE - len(CUBE_FAULTS)
-    by_path = flow_index(quirky_flow).set_index("path")
+    by_path = table_of(quirky_flow, "flow").set_index("path")
     for one in planted:
         if one["kind"] in IMAGE_FAULTS:
             assert by_path.status[one["path"]] == "kept"
@@ -335,7 +321,7 @@ def test_every_fault_of_flow_is_counted_by_its_reason(quirky_flow: Path) -> None
 def test_a_file_of_the_other_eye_is_not_laid(plain: Path, tmp_path: Path, is_cube: bool) -> None:
     """The cube is left out; of an image the cube and the other images stay."""
     store = PreparedStore.open(str(plain / "store"))
-    job = attach_flow.read_jobs(load_config(SMOKE, words(plain)[2:]), store)[0][0]
+    job = attach_flow.read_jobs(config(plain), store)[0][0]
     changed = job.url if is_cube else job.images[1][1]
     ds = pydicom.dcmread(changed)
     assert ds.ImageLaterality == store.index.laterality[job.row]
@@ -376,9 +362,8 @@ def test_the_index_lists_octa_files_as_what_they_are(
     for row in theirs:
         own = ours[row["associated_structural_oct_sop_instance_uid"]]
         assert [own[f"associated_enface_{n}_ophthalmic_image_type"] for n in range(1, 5)] == list(SLABS)
-        for column in [
-            c for c in row if c.startswith(("flow_cube", "associated_enface")) and "type" not in c
-        ]:
+        paths = [c for c in row if c.startswith(("flow_cube", "associated_enface")) and "type" not in c]
+        for column in paths:
             assert str(own[column]).strip("/") == str(row[column]).strip("/"), column
         assert own["kinds"] == f"{FLOW_CUBE}, {EN_FACE} 4"
     before = {p.name: p.read_text() for p in (plain / "store" / "flow_rows").iterdir()}
@@ -399,26 +384,23 @@ def test_flow_that_no_table_names_any_more_is_in_no_table(
     assert index_command.main([str(tmp_path), "--workers", "0"]) == 0
     assert f"not written: {tmp_path}/octa.tsv: no file of OCTA" in capsys.readouterr().out
     assert (tmp_path / "octa.tsv").read_bytes() == before
-    kept, made = flow_index(plain), [p.stat().st_mtime_ns for p in (plain / "store" / "flow_rows").iterdir()]
+    kept, made = table_of(plain, "flow"), rows_at(plain, "flow")
     command = [*words(plain), "--workers", "0", "--flow"]
     try:
         with pytest.raises(UserError, match=r"found none \(no_flow_cube 3\)"):
             prepare.main([*command, f"data.octa_manifest_path={tmp_path / 'octa.tsv'}"])
         assert "flow.parquet of the store: emptied" in capsys.readouterr().out
-        assert flow_index(plain).empty
+        assert table_of(plain, "flow").empty
     finally:
         assert prepare.main(command) == 0
-    pd.testing.assert_frame_equal(flow_index(plain), kept)
-    assert made == [p.stat().st_mtime_ns for p in (plain / "store" / "flow_rows").iterdir()]
+    pd.testing.assert_frame_equal(table_of(plain, "flow"), kept)
+    assert made == rows_at(plain, "flow")
 
 
 def test_a_cube_without_its_scan_has_a_row_without_it(plain: Path, tmp_path: Path) -> None:
-    line = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")[0]
-    others = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")[1]
-    for name, path in (
-        ("c.dcm", line["flow_cube_file_path"]),
-        ("s.dcm", others["associated_structural_oct_file_path"]),
-    ):
+    line, other, _ = rows_of(plain / "tree" / "retinal_octa" / "manifest.tsv")
+    files = {"c.dcm": line["flow_cube_file_path"], "s.dcm": other["associated_structural_oct_file_path"]}
+    for name, path in files.items():
         (tmp_path / name).write_bytes((plain / "tree" / str(path).strip("/")).read_bytes())
     assert index_command.main([str(tmp_path), "--workers", "0"]) == 0
     (row,) = rows_of(tmp_path / "octa.tsv")
@@ -431,11 +413,7 @@ def test_heights_and_flow_share_their_manifest(tmp_path: Path) -> None:
     make_flow_tree(tmp_path, 1, (), (1,), (6, 40, 8))
     (row,) = rows_of(tmp_path / "retinal_octa" / "manifest.tsv")
     assert row["associated_segmentation_type"] == "Heightmap"
-    for column in (
-        "associated_segmentation_file_path",
-        "flow_cube_file_path",
-        "associated_enface_4_file_path",
-    ):
+    for column in (*LINK.values(), "associated_enface_4_file_path"):
         assert (tmp_path / str(row[column]).strip("/")).exists(), column
     assert write_heights(tmp_path, rows_of(tmp_path / "retinal_oct" / "manifest.tsv"), (), 0) == []
 
@@ -474,7 +452,7 @@ def test_image_types_of_makers() -> None:
 def test_values_of_16_bits_are_those_of_8(plain: Path, quirky_flow: Path) -> None:
     """`bits16` writes value x 257; the reader gives the value."""
     assert "bits16" in FLOW_HABITS
-    path = flow_index(quirky_flow)[lambda t: t.status == "kept"].path.iloc[0]
+    path = table_of(quirky_flow, "flow")[lambda t: t.status == "kept"].path.iloc[0]
     _, frames = read_octa(str(quirky_flow / "tree" / path), FLOW_CUBE)
     stored = pydicom.dcmread(quirky_flow / "tree" / path).pixel_array
     assert stored.dtype == np.uint16
@@ -506,30 +484,14 @@ def every_map(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def maps_of(root: Path) -> pd.DataFrame:
-    return pd.read_parquet(root / "store" / "heights.parquet")
-
-
-def truth_of(root: Path, uid: str) -> tuple[dict[str, np.ndarray], float]:
-    """(surface name -> rows [D, W] in file order, axial mm) of a scan."""
-    with np.load(root / "tree" / "truth" / f"{uid}.npz") as arrays:
-        names = [str(n) for n in arrays["surface_names"]]
-        return dict(zip(names, arrays["surfaces"], strict=True)), float(arrays["spacing_mm"][1])
-
-
-def in_store(root: Path, row: int) -> tuple[PreparedStore, np.ndarray, tuple[str, ...], pd.Series]:
-    store = PreparedStore.open(str(root / "store"))
-    heights = StoredHeights.open(str(root / "store"))
-    return store, heights.read(row), heights.names(row), store.index.loc[row]
-
-
 def expected_um(root: Path, record: pd.Series, surface: str) -> np.ndarray:
     """Depth of a surface below the field's middle in um [D, W]: truth of the planes' own B-scans where these
     lie apart, else at the stored A-scans' places, by plain linear interpolation.
     """
-    surfaces, axial_mm = truth_of(root, record.sop_instance_uid)
-    rows = surfaces[surface][::-1] if record.flipped_d else surfaces[surface]
-    rows = rows.astype(float)
+    with np.load(root / "tree" / "truth" / f"{record.sop_instance_uid}.npz") as arrays:
+        (rows,) = arrays["surfaces"][arrays["surface_names"] == surface].astype(float)  # in file order
+        axial_mm = float(arrays["spacing_mm"][1])
+    rows = rows[::-1] if record.flipped_d else rows
     for axis, name, target in ((0, "d", 8), (1, "w", 32)):
         count = rows.shape[axis]
         pitch, step = (float(record[f"spacing_{when}_{name}"]) for when in ("before", "after"))
@@ -546,8 +508,10 @@ def expected_um(root: Path, record: pd.Series, surface: str) -> np.ndarray:
 
 def errors_um(root: Path, row: int, label: str) -> np.ndarray:
     """|stored - truth| of one surface where there is a height, inside the field's rim."""
-    _, heights, names, record = in_store(root, row)
-    stored = (heights[names.index(label)] + 0.5 - 48 / 2) * record.spacing_after_h * 1000
+    heights = StoredHeights.open(str(root / "store"))
+    record = PreparedStore.open(str(root / "store")).index.loc[row]
+    surface = heights.read(row)[heights.names(row).index(label)]
+    stored = (surface + 0.5 - 48 / 2) * record.spacing_after_h * 1000
     d0, d1, w0, w1 = (int(record[f"valid_{e}"]) for e in ("d0", "d1", "w0", "w1"))
     difference = stored - expected_um(root, record, SURFACES_OF[record.device][label])
     inner = difference[d0 + 1 : d1 - 1, w0 + 1 : w1 - 1]
@@ -556,7 +520,7 @@ def errors_um(root: Path, row: int, label: str) -> np.ndarray:
 
 def test_heights_lie_where_the_truth_does(every_map: Path) -> None:
     """Of every protocol, whatever the order of its B-scans; what is left is the smoothing of the grid."""
-    index = maps_of(every_map)
+    index = table_of(every_map, "heights")
     assert index.status.tolist() == ["kept"] * len(OCTA)
     for row in index.row:
         errors = errors_um(every_map, row, "ILM")
@@ -567,7 +531,7 @@ def test_heights_lie_where_the_truth_does(every_map: Path) -> None:
 
 def test_quirky_heights_lie_there_too(quirky_maps: Path) -> None:
     """Another grid, holes, permuted labels and reversed B-scans change no surface of the store."""
-    index = maps_of(quirky_maps)
+    index = table_of(quirky_maps, "heights")
     kept = index[index.status == "kept"]
     assert set(kept.device) == set(NUM_SURFACES)
     for row, names in zip(kept.row, kept.surfaces, strict=True):
@@ -585,7 +549,7 @@ def test_every_fault_of_a_map_is_counted_by_its_reason(quirky_maps: Path) -> Non
     reasons = [one["expected_reason"] for one in planted if one["expected_reason"]]
     assert report["mismatches"] == {reason: reasons.count(reason) for reason in sorted(reasons)}
     assert report["kept"] == MAP_PEOPLE - len(reasons)
-    status = maps_of(quirky_maps).set_index("path").status.to_dict()
+    status = table_of(quirky_maps, "heights").set_index("path").status.to_dict()
     of_manifest = {"no_segmentation", "scan_not_in_store", "links_disagree"}
     for one in planted:
         if one["expected_reason"] not in of_manifest:
@@ -600,9 +564,8 @@ def test_lines_whose_scan_takes_no_map_are_counted(every_map: Path, tmp_path: Pa
     rejected, foreign = store.index.row.tolist()[-2:]
     store.kept = store.kept[store.kept != rejected]
     store.index.loc[foreign, "device"] = "optovue_avanti"
-    jobs, reasons = attach_heights.read_jobs(
-        config(every_map, f"data.octa_manifest_path={tmp_path / 'm.tsv'}"), store
-    )
+    cfg = config(every_map, f"data.octa_manifest_path={tmp_path / 'm.tsv'}")
+    jobs, reasons = attach_heights.read_jobs(cfg, store)
     assert reasons == {"second_map": 1, "scan_rejected": 1, "unknown_device": 1}
     assert [job.row for job in jobs] == store.index.row.tolist()[:-2]
     assert not any("_other_" in job.path for job in jobs)
@@ -610,7 +573,7 @@ def test_lines_whose_scan_takes_no_map_are_counted(every_map: Path, tmp_path: Pa
 
 def test_habits_are_noted(quirky_maps: Path) -> None:
     report = json.loads((quirky_maps / "store" / "heights_report.json").read_text())
-    index = maps_of(quirky_maps)
+    index = table_of(quirky_maps, "heights")
     kept = index[index.status == "kept"]
     assert report["notes"]["placeholder_class"] == len(kept)
     is_topcon = kept.device.str.startswith("topcon")
@@ -625,10 +588,10 @@ def test_habits_are_noted(quirky_maps: Path) -> None:
 
 def test_names_follow_depth(quirky_maps: Path) -> None:
     """Surfaces of the store run from the vitreous down, and so do their names."""
-    index = maps_of(quirky_maps)
-    for row in index.row[index.status == "kept"]:
-        _, heights, names, _ = in_store(quirky_maps, row)
-        assert (np.diff(np.nanmedian(heights, axis=(1, 2))) > 0).all()
+    heights = StoredHeights.open(str(quirky_maps / "store"))
+    for row in heights.index.row:
+        names = heights.names(row)
+        assert (np.diff(np.nanmedian(heights.read(row), axis=(1, 2))) > 0).all()
         if names[0] != "surface_01":
             assert [DEPTH_OF_LABEL[n] for n in names] == sorted(DEPTH_OF_LABEL[n] for n in names)
 
@@ -642,18 +605,37 @@ def test_the_attributes_name_surfaces_of_devices(every_map: Path) -> None:
 def test_invalid_values_follow_the_device(quirky_maps: Path, every_map: Path, tmp_path: Path) -> None:
     """Cirrus has no height up to 0.5, the others up to -0.5; these numbers themselves are none."""
     last = np.array([-0.5, -0.4, 0.5, 0.6, np.inf], "<f4")
-    for path, device in maps_of(every_map)[["path", "device"]].itertuples(index=False):
+    for path, device in table_of(every_map, "heights")[["path", "device"]].itertuples(index=False):
         content = (every_map / "tree" / path).read_bytes()
         (tmp_path / "map.dcm").write_bytes(content[: -last.nbytes] + last.tobytes())
         values = read_heights(str(tmp_path / "map.dcm"), device).values
         is_cirrus = device == "zeiss_cirrus"
         assert np.isnan(values[-1, -1, -5:]).tolist() == [True, is_cirrus, is_cirrus, False, True]
         assert np.isnan(values).sum() == (4 if is_cirrus else 2)
-    kept = maps_of(quirky_maps)[lambda t: t.status == "kept"]
+    kept = table_of(quirky_maps, "heights")[lambda t: t.status == "kept"]
     assert "invalid" in HEIGHT_HABITS
     for path, device in kept[["path", "device"]].itertuples(index=False):
         assert np.isnan(read_heights(str(quirky_maps / "tree" / path), device).values[0]).mean() > 0.01
 
 
-def test_the_config_names_the_manifest(every_map: Path) -> None:
-    assert config(every_map).data.octa_manifest_path == f"{every_map / 'tree'}/retinal_octa/manifest.tsv"
+def test_tables_of_flow_and_of_maps_have_a_row_for_each_device(
+    quirky_flow: Path, quirky_maps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they are printed, with a bar between columns."""
+    assert lay(quirky_flow, "flow") == lay(quirky_maps, "heights") == 0
+    text = re.sub("  +", "|", capsys.readouterr().out)
+    assert [line for line in text.splitlines() if "|" in line] == [
+        "device|cubes|fit|reversed|unclear|en-face images",
+        "heidelberg_spectralis|1|0.78|1|0|superficial 1, deep 1, outer_retina 1, choriocapillaris 1",
+        "topcon_maestro2|1|0.77|0|1|superficial 1, deep 0, outer_retina 1, choriocapillaris 1",
+        "topcon_triton|1|0.73|0|0|superficial 0, deep 1, outer_retina 1, choriocapillaris 1",
+        "zeiss_cirrus|2|0.76|0|1|superficial 1, deep 2, outer_retina 1, choriocapillaris 2",
+        "device|maps|valid|reversed|surfaces, from the vitreous down",
+        "heidelberg_spectralis|1|0.98|1|ILM RNFL GCL IPL INL OPL ELM PR1 PR2 RPE BM",
+        "topcon_maestro2|1|0.98|0|ILM RNFL/GCL GCL IPL/INL OPL ELM IS/OS OS/RPE BM",
+        "topcon_triton|2|0.99|0|ILM RNFL/GCL GCL IPL/INL OPL ELM IS/OS OS/RPE BM CSI; "
+        + " ".join(f"surface_{number:02d}" for number in range(1, 11)),
+        "zeiss_cirrus|2|0.97|0|ILM RPE",
+    ]
+    assert "\nen-face images that are not used: missing_file 1, not_en_face 1, other_field 1" in text
+    assert "\nnoted: frames_not_by_depth 1, labels_in_another_order 2, no_labels 1" in text

@@ -18,12 +18,14 @@ from finetuning.cohort.cohort import EVALUATED, TRAIN, VAL, Cohort
 from finetuning.heads import frozen
 from finetuning.heads.frozen import Grid, PooledInputs, train_grid
 from finetuning.heads.objective import row_weights
+from finetuning.train import format_grid
 from models.heads import build_head
 from models.optimizer import warmup_cosine
 from tests.support.finetune_factory import config
 from utils.config.schema import Config
 from utils.errors import UserError
 from utils.run.log import NoLog
+from utils.tables import ON_VALIDATION
 
 CPU = torch.device("cpu")
 WIDTH = 6
@@ -38,15 +40,8 @@ def made_up(kind: str, target: np.ndarray, people: int = 90, seed: int = 0) -> t
     person = np.array([f"p{n:03d}" for n in number])
     names = tuple(f"n{i}" for i in range(target.shape[1] if kind == "multilabel" else int(target.max()) + 1))
     names = ("value",) if kind == "regression" else names
-    return Cohort(
-        kind,
-        names,
-        np.arange(2 * people),
-        np.array([TRAIN, VAL, EVALUATED, TRAIN])[number % 4],
-        target[number],
-        person,
-        person,
-    ), features
+    fold = np.array([TRAIN, VAL, EVALUATED, TRAIN])[number % 4]
+    return Cohort(kind, names, np.arange(2 * people), fold, target[number], person, person), features
 
 
 def learning(world: Path, *overrides: str) -> Config:
@@ -146,6 +141,22 @@ def test_the_kept_head_is_the_best_epoch_of_the_best_member(world: Path) -> None
     normal = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)[1]
     assert normal["learning_rate"] == 3e-2
     assert normal["score"] > 0.8
+
+
+def test_the_grid_is_printed_a_row_for_each_pair(world: Path) -> None:
+    cohort, features = made_up("classification", classes(2))
+    cfg = learning(world, "train.epochs=1")
+    trained = train_grid(cfg, cohort, pooled(cohort, features), WIDTH, CPU)[1]
+    grid = [line | {"epoch": 12, "score": 0.98765, "loss": 0.123456} for line in trained["grid"]]
+    chosen = {"learning_rate": 0.03, "weight_decay": 0}
+    assert format_grid(trained | chosen | {"grid": grid}).splitlines() == [
+        "learning rate  weight decay  epoch  balanced accuracy    loss",
+        "0.001                     0     12             0.9877  0.1235",
+        "0.001                   0.3     12             0.9877  0.1235",
+        "0.03                      0     12             0.9877  0.1235  kept",
+        "0.03                    0.3     12             0.9877  0.1235",
+        ON_VALIDATION,
+    ]
 
 
 class Rows(NoLog):

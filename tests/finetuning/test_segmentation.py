@@ -5,6 +5,7 @@ fit.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,8 @@ from finetuning.dense import segmentation, translation
 from finetuning.dense.evaluation import evaluate
 from finetuning.dense.head import ALONE, PRETRAINED, PROJECTION, RANDOM
 from finetuning.dense.kind import Kind
+from finetuning.dense.kinds import KINDS
+from finetuning.dense.training import format_arms
 from finetuning.features.kept import KeptFeatures
 from tests.finetuning.test_scans import interleaved
 from tests.support.finetune_factory import RUNTIME, save_checkpoint
@@ -44,12 +47,13 @@ from tests.support.heights_factory import (
     dense_overrides,
     make_flow_tree,
     make_tree,
-    prepare_flow,
+    prepare_all,
     words,
 )
 from tests.support.line_fields import documented
 from utils.config.schema import StorageOptions
 from utils.errors import ConfigError, UserError
+from utils.tables import ON_VALIDATION
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "segmentation.yaml"
 CLASSES = "task.names=[CHOROID,ONL]"
@@ -108,6 +112,25 @@ def test_a_decoder_learns_the_phantoms_layers(trained: Path, tmp_path: Path) -> 
     assert logged == [line["dice"] for line in best["history"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "title", "values"),
+    [
+        ("layers", "validation boundary error", ("12.35 um", "0.50 um")),
+        ("segmentation", "validation Dice", ("12.346", "0.500")),
+        ("translation", "validation L1", ("12.3457", "0.5000")),
+    ],
+)
+def test_arms_are_printed_with_their_best_epochs(name: str, title: str, values: tuple[str, str]) -> None:
+    kind, width = KINDS[name], len(title)
+    best = {PRETRAINED: {"epoch": 12, kind.metric: 12.34567}, RANDOM: {"epoch": 3, kind.metric: 0.5}}
+    assert format_arms(best, *kind.shown, kind.metric).splitlines() == [
+        f"encoder      epoch  {title}",
+        f"pretrained      12  {values[0]:>{width}}",
+        f"random_init      3  {values[1]:>{width}}",
+        ON_VALIDATION,
+    ]
+
+
 def test_lesions_are_counted_one_by_one() -> None:
     """Two labelled ones, of which one is found twice; a false one; what touches by a corner is one."""
     truth, predicted = np.zeros((2, 4, 6, 12), np.uint8)
@@ -136,10 +159,9 @@ def test_the_command_draws_what_the_head_sees(world: Path, trained: Path, tmp_pa
     head = segmentation.SEGMENTATION.open_head(str(trained), StorageOptions())
     pitch = volumes.store.index.spacing_before_d[volumes.of(TRAIN)]
     assert head.state["spacings_mm"]["d"] == sorted({float(f"{mm:.2g}") for mm in pitch}) != []
-    kept = KeptFeatures(head.arms[0].encoder, head.cfg, volumes.store, RUNTIME)
-    expected = segmentation.ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
-        head.arms[0].decoder, row
-    )
+    arm = head.arms[0]
+    kept = KeptFeatures(arm.encoder, head.cfg, volumes.store, RUNTIME)
+    expected = segmentation.ClassPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(arm.decoder, row)
     values = read.values[::-1] if record.flipped_d else read.values
     drawn, _ = nearest_voxels(values, record, volumes.store.attrs["geometry"])
     box = volumes.field(row)
@@ -321,7 +343,7 @@ def flow_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scans with flow, one without a deep slab, and a checkpoint of an untrained model."""
     root = tmp_path_factory.mktemp("translation")
     make_flow_tree(root / "tree", 14, ("missing_image",), (1, 2), (14, 60, 18))
-    prepare_flow(root)
+    prepare_all(root, mode="flow")
     save_checkpoint(config(root, f"run.dir={root / 'pretrained'}"))
     return root
 
@@ -394,16 +416,8 @@ def test_the_baseline_is_a_projection_of_structure(flow_world: Path) -> None:
     predicted, truth = baseline.predict(row), volumes.read(row)
     assert predicted.shape == truth.shape
     assert np.nanmean(np.abs(predicted - truth)) < np.nanstd(truth)
-    alone = translation.StructuralProjection(
-        translation.FlowVolumes(
-            volumes.store,
-            volumes.of(TRAIN),
-            volumes.fold[volumes.fold == TRAIN],
-            volumes.person[volumes.fold == TRAIN],
-            volumes.names,
-            volumes.flow,
-        )
-    )
+    of_train = {n: getattr(volumes, n)[volumes.fold == TRAIN] for n in ("rows", "fold", "person")}
+    alone = translation.StructuralProjection(replace(volumes, **of_train))
     assert np.array_equal(alone.predict(row), predicted)
 
 
@@ -518,9 +532,7 @@ def test_slabs_that_a_volume_lacks_are_unknown(flow_world: Path) -> None:
     box = (slice(None), *volumes.field(lacking))
     assert not np.isnan(volumes.read(lacking)[known][box]).any()
     assert lacking in flow_volumes_of(flow_world, "task.names=[superficial]").of(EVALUATED)
-    with pytest.raises(
-        UserError, match="with the slabs deep, found 1"
-    ):  # two people are evaluated, one has it
+    with pytest.raises(UserError, match="with the slabs deep, found 1"):  # of two evaluated people
         flow_volumes_of(flow_world, "task.names=[deep]")
 
 
@@ -552,10 +564,9 @@ def test_files_get_the_slabs_of_their_volumes(flow_world: Path, trained_flow: Pa
         slabs = arrays["slabs"]
     record = store.index.loc[row]
     assert slabs.shape == (len(head.names), record.shape_before_d, record.shape_before_w)
-    kept = KeptFeatures(head.arms[0].encoder, head.cfg, store, RUNTIME)
-    predicted = translation.SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(
-        head.arms[0].decoder, row
-    )
+    arm = head.arms[0]
+    kept = KeptFeatures(arm.encoder, head.cfg, store, RUNTIME)
+    predicted = translation.SlabPlanes(head.cfg, kept, volumes, RUNTIME.device).predict(arm.decoder, row)
     for name, slab, own in zip(head.names, slabs, volumes.cropped(row, predicted), strict=True):
         assert line["mean"][name] == pytest.approx(own.mean(), abs=0.02)
         assert np.nanmin(slab) >= 0

@@ -66,10 +66,10 @@ def config(root: Path, *overrides: str) -> Config:
     return load_config(SMOKE, words(root, *overrides)[2:])
 
 
-def prepare_all(root: Path, *overrides: str) -> None:
-    """The store and its height maps."""
-    assert prepare.main([*words(root, *overrides), "--workers", "0"]) == 0
-    assert prepare.main([*words(root, *overrides), "--workers", "0", "--heights"]) == 0
+def prepare_all(root: Path, *overrides: str, mode: str = "heights") -> None:
+    """The store and its height maps, or its flow."""
+    for option in ([], [f"--{mode}"]):
+        assert prepare.main([*words(root, *overrides), "--workers", "0", *option]) == 0
 
 
 def dense_overrides(world: Path, run: Path, *extra: str) -> list[str]:
@@ -101,9 +101,3 @@ def rows_of(path: Path) -> list[dict[str, object]]:
     """The lines of a table."""
     with path.open(newline="") as file:
         return [dict(row) for row in csv.DictReader(file, delimiter="\t")]
-
-
-def prepare_flow(root: Path, *overrides: str) -> None:
-    """The store and its flow."""
-    assert prepare.main([*words(root, *overrides), "--workers", "0"]) == 0
-    assert prepare.main([*words(root, *overrides), "--workers", "0", "--flow"]) == 0

@@ -24,7 +24,7 @@ ASPECTS = 0.75, 1.5  # height / width of a block in tokens, as V-JEPA's
 @dataclass(frozen=True)
 class MaskPlan:
     """What all masks of a run have in common. Where `families` is None, targets are drawn uniformly, and the
-    context is all positions or the rest (num_context).
+    context is all positions or the rest (num_context); targets may be all positions too.
     """
 
     grid: tuple[int, int, int]
@@ -35,12 +35,12 @@ class MaskPlan:
     @classmethod
     def from_config(cls, cfg: Config) -> MaskPlan:
         """The plan of method.recipe; ConfigError when a ratio rounds to no token at all."""
-        method, grid = cfg.method, cfg.grid
+        method, grid, recipe = cfg.method, cfg.grid, recipe_of(cfg.method)
         num_tokens = math.prod(grid)
-        if method.mask_ratio is not None:
-            num_target = round(method.mask_ratio * num_tokens)
-            hides_targets_alone = recipe_of(method).hidden == "targets"
-            num_context = num_tokens if hides_targets_alone else num_tokens - num_target
+        ratio = method.mask_ratio if recipe.masks else 1.0
+        if ratio is not None:
+            num_target = round(ratio * num_tokens)
+            num_context = num_tokens - num_target if recipe.hidden == "all_but_context" else num_tokens
             plan = cls(grid, num_context, num_target, None)
         else:
             assert method.context_ratio is not None

@@ -37,7 +37,6 @@ python -m pretraining.train --config configs/smoke_test.yaml train.max_steps=20 
   decimal: 010 and 2:40 are errors.
 """
 MEANINGS = {
-    "context": "tokens that the context encoder computes",
     "hidden": "tokens that the context encoder must not see",
     "masks": "how targets may be drawn",
     "positions": "positions of tokens",
@@ -47,7 +46,6 @@ MEANINGS = {
     "loss": "loss per token",
     "ema": "momentum of the target encoder",
     "lr": "learning rate after the warm-up",
-    "takes_parts": "may take a part of another recipe",
 }
 
 IMPLIED = ("*required*", "`null`")  # defaults that the page does not write
@@ -87,7 +85,7 @@ def recipes() -> str:
 
     def cell(value: object) -> str:
         if isinstance(value, tuple):
-            return " or ".join(value)
+            return " or ".join(value) or "all tokens"
         return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value).replace("_", " ")
 
     lines = [f"| | {' | '.join(f'`{name}`' for name in RECIPES)} |", "|---" * (len(RECIPES) + 1) + "|"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from models.predictor import MlpPredictor, Predictor3D
+from models.predictor import LinearPredictor, MlpPredictor, Predictor3D
 from models.vit3d import Block, VisionTransformer3D
 from models.vjepa3d import VJEPA3D
 
@@ -28,8 +28,12 @@ def encoder_flops(encoder: VisionTransformer3D, tokens: int, *, backward: bool =
     return 2 * embedding + 3 * blocks if backward else embedding + blocks
 
 
-def predictor_flops(predictor: Predictor3D | MlpPredictor, context: int, target: int) -> int:
+def predictor_flops(
+    predictor: Predictor3D | MlpPredictor | LinearPredictor, context: int, target: int
+) -> int:
     """Forward pass of one sample."""
+    if isinstance(predictor, LinearPredictor):
+        return 2 * target * predictor.fc.weight.numel()
     if isinstance(predictor, MlpPredictor):
         return 2 * target * (predictor.fc1.weight.numel() + predictor.fc2.weight.numel())
     blocks = sum(block_flops(block, context + target) for block in _blocks(predictor))
@@ -41,7 +45,7 @@ def predictor_flops(predictor: Predictor3D | MlpPredictor, context: int, target:
 
 def step_flops(model: VJEPA3D, context: int, target: int) -> int:
     """One sample's share of a training step: context encoder and predictor forward and backward, target
-    encoder forward (mae has none). A dense context is all tokens.
+    encoder forward (none of fixed targets). A dense context is all tokens.
     """
     tokens = model.encoder.num_tokens
     seen = tokens if model.is_dense else context
@@ -49,6 +53,8 @@ def step_flops(model: VJEPA3D, context: int, target: int) -> int:
     total += 3 * predictor_flops(model.predictor, context, target)
     if model.neighbour_head is not None:
         total += 3 * 2 * context * model.neighbour_head.weight.numel()
+    if model.random_targets is not None:
+        total += 2 * tokens * model.random_targets.weight.numel()
     return total + (encoder_flops(model.target_encoder, tokens) if model.reads_target_view else 0)
 
 

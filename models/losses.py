@@ -7,15 +7,13 @@ samples, so the exact gradient of the global penalty reaches every sample as the
 `<dpenalty/dmean, statistics>`: neither accumulation nor the number of processes changes it.
 
 `vicreg`: hinge on the standard deviation at 1 and off-diagonal covariance (Bardes et al. 2022,
-arXiv:2105.04906). `sigreg`: distance of the characteristic functions of random projections to the standard
-normal's (LeJEPA, Balestriero and LeCun 2025, arXiv:2511.08544). Pixel targets: He et al. 2022,
-arXiv:2111.06377.
+arXiv:2105.04906). Pixel targets: He et al. 2022, arXiv:2111.06377.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,19 +102,6 @@ def ids_beside(
 Statistics = tuple[Tensor, ...]
 
 
-class Regulariser(Protocol):
-    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
-        """Per-sample means over the valid tokens, summed over the samples; float32."""
-
-    def penalty(self, means: Statistics) -> Tensor:
-        """The scalar penalty of the statistics' mean over the global batch."""
-
-
-def _sum_of_means(values_BKX: Tensor, weight_BK: Tensor) -> Tensor:
-    count = weight_BK.sum(1).clamp(min=1.0)
-    return torch.einsum("bkx,bk->x", values_BKX, weight_BK / count[:, None])
-
-
 class VicReg:
     """mean(relu(1 - std)) + covariance_weight * sum of squared off-diagonal covariances / E."""
 
@@ -124,12 +109,14 @@ class VicReg:
     covariance_weight = 0.1
 
     def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
+        """Per-sample means over the valid tokens, summed over the samples; float32."""
         tokens = tokens_BKE.float()
         weight = weight_BK / weight_BK.sum(1, keepdim=True).clamp(min=1.0)
         scaled = (tokens * weight.sqrt().unsqueeze(-1)).flatten(0, 1)
         return torch.einsum("bke,bk->e", tokens, weight), scaled.T @ scaled
 
     def penalty(self, means: Statistics) -> Tensor:
+        """The scalar penalty of the statistics' mean over the global batch."""
         first, second = means
         covariance = second - torch.outer(first, first)
         std = (covariance.diagonal().clamp(min=0) + self.eps).sqrt()
@@ -137,28 +124,7 @@ class VicReg:
         return (1 - std).relu().mean() + self.covariance_weight * off_diagonal.square().sum() / len(first)
 
 
-class SigReg:
-    """Mean over random directions of the weighted squared distance between characteristic functions."""
-
-    def __init__(self, directions_ES: Tensor) -> None:
-        self.directions_ES = directions_ES / directions_ES.norm(dim=0, keepdim=True)
-        self.points = torch.linspace(-5.0, 5.0, 17, device=directions_ES.device)
-        self.step = 10.0 / 16
-
-    def statistics(self, tokens_BKE: Tensor, weight_BK: Tensor) -> Statistics:
-        projected = tokens_BKE.float() @ self.directions_ES
-        angle = projected.unsqueeze(-1) * self.points
-        flat = angle.flatten(2)
-        return _sum_of_means(flat.cos(), weight_BK), _sum_of_means(flat.sin(), weight_BK)
-
-    def penalty(self, means: Statistics) -> Tensor:
-        cosine, sine = (m.view(-1, len(self.points)) for m in means)
-        normal = torch.exp(-self.points.square() / 2)
-        distance = (cosine - normal).square() + sine.square()
-        return (distance * normal).sum(-1).mean() * self.step
-
-
-def surrogate(regulariser: Regulariser, means: Statistics) -> tuple[Tensor, Statistics]:
+def surrogate(regulariser: VicReg, means: Statistics) -> tuple[Tensor, Statistics]:
     """The penalty at these global means, and its gradient in them (detached)."""
     with torch.enable_grad():
         leaves = tuple(m.detach().requires_grad_() for m in means)

@@ -1,4 +1,5 @@
-"""The two predictors: a narrow transformer with mask tokens (V-JEPA) and a per-token MLP (the Methods text).
+"""The predictors: a narrow transformer with mask tokens (V-JEPA), an MLP of each token (the Methods text), a
+linear layer of each token.
 
 In: context features [B, K, E] with their token ids, and the ids of the target tokens. Out: predictions [B,
 M, E].
@@ -10,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.attention import RopeForm, rotary_tables
 from models.batch_norm import WeightedBatchNorm
-from models.rotary import RopeForm, rotary_tables
 from models.vit3d import NORM_EPS, Block, Recompute, initialise, run_blocks
 
 HEAD_DIM = 32  # V-JEPA's predictor: 384 wide, 12 heads
@@ -78,3 +79,17 @@ class MlpPredictor(nn.Module):
 
     def forward(self, x_BME: Tensor, weight_BM: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.norm(self.fc1(x_BME), weight_BM)))
+
+
+class LinearPredictor(nn.Module):
+    """Linear layer behind batch normalisation over the valid tokens of one micro-batch of all processes."""
+
+    def __init__(self, width: int, out_width: int) -> None:
+        super().__init__()
+        # no scale, which the layer has, and no bias: its targets have mean 0
+        self.norm = WeightedBatchNorm(width).requires_grad_(False)
+        self.fc = nn.Linear(width, out_width, bias=False)
+        nn.init.trunc_normal_(self.fc.weight, std=0.02)
+
+    def forward(self, x_BME: Tensor, weight_BM: Tensor) -> Tensor:
+        return self.fc(self.norm(x_BME, weight_BM))

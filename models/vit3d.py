@@ -21,8 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.attention import attention
-from models.rotary import RopeForm, Rotary, apply_rotary, rotary_tables
+from models.attention import RopeForm, Rotary, apply_rotary, attention, rotary_tables
 from models.stochastic import Rewound, Stochastic
 
 

@@ -22,8 +22,9 @@ from models.losses import (
     pixel_targets,
     weighted_mean,
 )
-from models.predictor import MlpPredictor, Predictor3D
+from models.predictor import LinearPredictor, MlpPredictor, Predictor3D
 from models.stochastic import Stochastic
+from models.surroundings import SurroundingTargets
 from models.vit3d import NORM_EPS, Gather, Recompute, VisionTransformer3D, recompute_block
 from utils.config.recipes import recipe_of
 from utils.config.schema import MISMATCHED, Config
@@ -31,14 +32,15 @@ from utils.config.schema import MISMATCHED, Config
 
 @dataclass
 class Output:
-    """What one forward pass leaves for the loss, the regulariser and the gauges."""
+    """What one forward pass leaves for the loss, the penalty and the gauges."""
 
     loss_B: Tensor  # mean over the valid target tokens of each sample
     prediction_BME: Tensor
     target_BME: Tensor  # what the prediction is compared with
-    context_BKE: Tensor  # context encoder output at the context tokens, the regulariser's input
+    context_BKE: Tensor  # context encoder output at the context tokens, the input of the penalty
     target_all_BNE: Tensor  # comparable targets [B, N, target_width] of all tokens, for the gauges
-    features_all_BNE: Tensor | None  # normalised target encoder features of all tokens; mae in training: None
+    # normalised target encoder features of all tokens; None in training with fixed targets
+    features_all_BNE: Tensor | None
     neighbour_B: Tensor | None = None  # loss of what lies beside visible tokens, in training with a weight
 
 
@@ -67,7 +69,7 @@ class VJEPA3D(nn.Module):
     def __init__(self, cfg: Config, num_prefix: int = 0) -> None:
         super().__init__()
         self.recipe = recipe_of(cfg.method)
-        self.is_dense = self.recipe.hidden == "targets"  # all tokens are encoded, the targets replaced
+        self.is_dense = self.recipe.hidden != "all_but_context"  # all tokens are encoded
         self.dropout, self.drop_path = cfg.method.dropout, cfg.method.drop_path
         self.has_other_latents = cfg.method.control in MISMATCHED
         self.has_other_voxels = cfg.method.control == "mismatched_targets"
@@ -77,9 +79,15 @@ class VJEPA3D(nn.Module):
         self.encoder = build_encoder(cfg, num_prefix)
         num_voxels = self.encoder.patch_embed.proj.weight[0].numel()
         self.target_width = num_voxels if self.recipe.target == "pixels" else self.encoder.width
-        self.predictor: Predictor3D | MlpPredictor
+        self.random_targets: SurroundingTargets | None = None
+        if self.recipe.target == "random_features":
+            self.random_targets = SurroundingTargets(cfg.spatial.patch_size)
+            self.target_width = self.random_targets.width
+        self.predictor: Predictor3D | MlpPredictor | LinearPredictor
         if self.recipe.predictor == "mlp":
             self.predictor = MlpPredictor(self.encoder.width)
+        elif self.recipe.predictor == "linear":
+            self.predictor = LinearPredictor(self.encoder.width, self.target_width)
         else:
             self.predictor = Predictor3D(
                 self.encoder.width,
@@ -122,7 +130,7 @@ class VJEPA3D(nn.Module):
         """
         # What is to be predicted. It comes first: without gradients, its activations are gone again before
         # those of the context encoder are kept for the backward pass.
-        targets_BNE, features_BNE = self.compute_targets(context_view, target_view)
+        targets_BNE, features_BNE = self.compute_targets(context_view, target_view, valid_BN)
         target_BME = self.gather(self._of_volume(targets_BNE, self.has_other_latents), target_BM)
         target_valid_BM = valid_BN.float().gather(1, target_BM)
 
@@ -130,11 +138,11 @@ class VJEPA3D(nn.Module):
         encoded = self.encode_context(context_view, context_BK, target_BM, seed_B)
 
         # The prediction, from visible features and the places of the targets; or, where the context encoder
-        # computes all tokens, from what it made of the mask tokens there.
-        if isinstance(self.predictor, MlpPredictor):
-            prediction_BME = self.predictor(self.gather(encoded, target_BM), target_valid_BM).float()
-        else:
+        # computes all tokens, from what it made of the targets' own, which a mask token may have replaced.
+        if isinstance(self.predictor, Predictor3D):
             prediction_BME = self.predictor(encoded, context_BK, target_BM).float()
+        else:
+            prediction_BME = self.predictor(self.gather(encoded, target_BM), target_valid_BM).float()
 
         # The losses. A token outside the scan has weight 0 in each.
         loss_BM = TOKEN_LOSSES[self.recipe.loss].distance(prediction_BME, target_BME)
@@ -148,20 +156,20 @@ class VJEPA3D(nn.Module):
 
     @property
     def reads_target_view(self) -> bool:
-        """Whether a forward pass needs the target view: pixel targets are those of the context view."""
-        return self.recipe.target == "features" or not self.training
+        """Whether a forward pass needs the target view: fixed targets are those of the context view."""
+        return not (self.recipe.has_fixed_targets and self.training)
 
     @torch.no_grad()
     def compute_targets(
-        self, context_view: Tensor, target_view: Tensor | None
+        self, context_view: Tensor, target_view: Tensor | None, valid_BN: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Targets [B, N, target_width] and normalised target encoder features [B, N, E] of all tokens; no
         features where the target view is not read.
         """
-        # Features come first even where voxels are the target: rank and probes of a validation read them.
+        # Features come first even where the target is another: rank and probes of a validation read them.
         features_BNE = None
         if self.reads_target_view:
-            assert target_view is not None, "only pixel targets in training do without the target view"
+            assert target_view is not None, "only fixed targets in training do without the target view"
             features_BNE = self.target_encoder(target_view).float()
             if self.recipe.target_norm == "unit":
                 features_BNE = F.normalize(features_BNE, dim=-1)
@@ -170,6 +178,8 @@ class VJEPA3D(nn.Module):
         if self.recipe.target == "pixels":
             patch = self.encoder.patch_embed.patch
             return pixel_targets(context_view, patch, self.pixel_norm), features_BNE
+        if self.random_targets is not None:
+            return self.random_targets(context_view, valid_BN.float()), features_BNE
         assert features_BNE is not None
         return features_BNE, features_BNE
 
@@ -177,7 +187,7 @@ class VJEPA3D(nn.Module):
         self, view_BCDHW: Tensor, context_BK: Tensor, target_BM: Tensor, seed_B: Tensor | None
     ) -> Tensor:
         """Context encoder output [B, K, E] at the context tokens. Dense: the context is all tokens in order,
-        and the targets among them are replaced.
+        and the targets among them are replaced, but where nothing is hidden.
         """
         # Dense: hidden voxels stop at the patch embedding, whose output mask tokens replace. Otherwise they
         # never reach it, since only the context's patches are embedded.
@@ -186,6 +196,8 @@ class VJEPA3D(nn.Module):
             noise = Stochastic(seed_B, self.dropout, self.drop_path)
         if not self.is_dense:
             return self.encoder(view_BCDHW, context_BK, noise=noise)
+        if self.recipe.hidden == "nothing":
+            return self.encoder(view_BCDHW, noise=noise)
         shape = len(view_BCDHW), self.encoder.num_tokens
         masked_BN = torch.zeros(shape, dtype=torch.bool, device=view_BCDHW.device)
         return self.encoder(view_BCDHW, masked_BN=masked_BN.scatter(1, target_BM, True), noise=noise)
@@ -218,8 +230,8 @@ class VJEPA3D(nn.Module):
         return targets.roll(1, 0) if is_other and self.training else targets
 
     def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Named parameters of everything but the target encoder."""
-        return [(n, p) for n, p in self.named_parameters() if not n.startswith("target_encoder.")]
+        """Named parameters that a gradient reaches: not those of the target encoder."""
+        return [(n, p) for n, p in self.named_parameters() if p.requires_grad]
 
     @torch.no_grad()
     def update_target(self, momentum: float | Tensor, enabled: Tensor) -> None:

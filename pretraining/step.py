@@ -11,20 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data_setup.loader import Batch
 from data_setup.normalisation import view
-from models.losses import Regulariser, SigReg, Statistics, VicReg, surrogate
+from models.losses import Statistics, VicReg, surrogate
 from models.optimizer import build_adamw, parameter_groups
 from models.vjepa3d import VJEPA3D, Output
 from utils.config.schema import Config
 from utils.runtime.processes import ALONE
 from utils.runtime.single import Runtime
-
-SIGREG_DIRECTIONS = 256
 
 
 class Update(NamedTuple):
@@ -120,19 +117,8 @@ def predict(
         )
 
 
-def build_regulariser(cfg: Config, model: VJEPA3D, update: Update) -> Regulariser | None:
-    """The configured penalty; sigreg draws its directions from (seed, step)."""
-    if cfg.method.regulariser == "vicreg":
-        return VicReg()
-    if cfg.method.regulariser == "sigreg":
-        rng = np.random.default_rng([cfg.seed, update.step])
-        directions = rng.standard_normal((model.encoder.width, SIGREG_DIRECTIONS), dtype=np.float32)
-        return SigReg(torch.from_numpy(directions).to(next(model.parameters()).device))
-    return None
-
-
 def global_means(
-    regulariser: Regulariser, model: VJEPA3D, batches: list[Batch], runtime: Runtime, samples: int
+    regulariser: VicReg, model: VJEPA3D, batches: list[Batch], runtime: Runtime, samples: int
 ) -> Statistics:
     """The statistics' mean over the global batch, without gradient: a forward pass of only the
     context encoder.
@@ -168,7 +154,7 @@ def train_step(
 
     # The penalty is of the global batch. Where that is more than one micro-batch, its means are needed before
     # the first backward pass, so they have a forward pass for themselves.
-    regulariser = build_regulariser(cfg, model, update)
+    regulariser = VicReg() if cfg.method.regulariser == "vicreg" else None
     means: Statistics | None = None
     if regulariser is not None and len(batches) > 1:
         means = global_means(regulariser, model, batches, runtime, samples)

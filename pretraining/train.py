@@ -33,9 +33,9 @@ import torch
 
 from data_setup.loader import Batch, Loader, next_or_stop, start_early
 from data_setup.normalisation import view
+from models.batch_norm import WeightedBatchNorm
 from models.engine_kernels import uncompiled
 from models.optimizer import keep_state
-from models.predictor import MlpPredictor
 from pretraining.banner import log_end, log_start
 from pretraining.gauges.examples import Examples
 from pretraining.gauges.monitor import Gauges, check_disjoint, check_no_leak, target_drift, update_ratio
@@ -166,6 +166,7 @@ def open_gauges(run: Run) -> Gauges:
         runtime.to_torch,
         has_fixed_targets=run.model.recipe.has_fixed_targets,
         has_neighbours=run.model.neighbour_head is not None and run.cfg.method.control != "penalty_only",
+        has_hidden=run.model.recipe.hidden != "nothing",
     )
 
 
@@ -279,8 +280,8 @@ def open_loader(run: Run, start: int, stop: int) -> Loader:
 def settle_memory(run: Run, step: int) -> Run:
     """The run with the largest per-core batch that fits every process, before the first update.
 
-    Raises UserError when one volume does not fit. The first batch also proves that the context encoder sees
-    no target. From here on batch normalisation is over all processes.
+    Raises UserError when one volume does not fit. Where targets are hidden the first batch also proves that
+    the context encoder sees none. From here on batch normalisation is over all processes.
     """
     model, optimizer, runtime = run.model, run.optimizer, run.runtime
     batch: Batch = {}
@@ -296,11 +297,13 @@ def settle_memory(run: Run, step: int) -> Run:
 
     cfg = settle_batch(run.cfg, runtime, work_of, keep_state(model, optimizer, runtime))
     # after the steps that may fail for lack of memory, which leave the model in training
-    model.eval()
-    check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.mark_step)
-    model.train()
-    if isinstance(model.predictor, MlpPredictor):
-        model.predictor.norm.total = runtime.group.sum_with_gradient
+    if model.recipe.hidden != "nothing":
+        model.eval()
+        check_no_leak(model, view(batch, 0), batch["context"], batch["target"], runtime.mark_step)
+        model.train()
+    for module in model.modules():
+        if isinstance(module, WeightedBatchNorm):
+            module.total = runtime.group.sum_with_gradient
     return replace(run, cfg=cfg)
 
 

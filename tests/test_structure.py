@@ -173,7 +173,7 @@ def test_the_method_can_be_read_in_one_sitting() -> None:
     assert "cfg" not in {node.id for node in ast.walk(forward) if isinstance(node, ast.Name)}
     asked = [ast.unparse(node.test) for node in ast.walk(forward) if isinstance(node, ast.If | ast.IfExp)]
     assert asked == [  # which recipe, and whether the loss of neighbours has a weight
-        "isinstance(self.predictor, MlpPredictor)",
+        "isinstance(self.predictor, Predictor3D)",
         "self.neighbour_head is not None and self.training",
         "self.recipe.loss == 'normalised_l2'",
     ]
@@ -269,12 +269,12 @@ def test_every_marker_has_a_make_target() -> None:
 # that says why.
 LINES = {
     "data_setup": 16_737,
-    "models": 5_496,
-    "pretraining": 2_456,
+    "models": 5_538,
+    "pretraining": 2_454,
     "finetuning": 13_185,
-    "utils": 8_747,
+    "utils": 8_759,
     "benchmarks": 4_989,
-    "tests": 43_763,
+    "tests": 43_874,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

@@ -273,7 +273,7 @@ def own_weights(url: str, state: dict[str, Any]) -> Weights:
     parts: dict[str, dict[str, Tensor]] = {role: {} for role in ROLES}
     for name, tensor in state["model"].items():
         role, _, rest = name.partition(".")
-        if role == "neighbour_head":  # of pre-training alone: nobody continues from it or exports it
+        if role in ("neighbour_head", "random_targets"):  # of pre-training only: no export has them
             continue
         if role not in parts:
             raise CheckpointError(f"{url}: expected {', '.join(ROLES)}, found {name}")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from models.attention import RopeForm
 from models.predictor import HEAD_DIM as PREDICTOR_HEAD_DIM
 from models.predictor import Predictor3D
-from models.rotary import RopeForm
 from models.vit3d import Positions, Size, VisionTransformer3D
 from utils.checkpoint import CheckpointError
 from utils.config.schema import Config

@@ -7,18 +7,20 @@ one holds. Alarms do not stop a run; pretraining.gauges.monitor has the two chec
   rank     train/rankme or val/rankme under RANK_FALL of the highest so far: most directions in use are gone.
            The highest, not the first, since what was learned may collapse too. In validation, of the target's
            features, recipes without a regulariser lose three of four without collapsing. Blind to features
-           that shrink to a point in proportion. Not for targets that are voxels (mae): its rank falls to a
-           tenth with probes as good as anybody's (docs/LOG.md). Under
+           that shrink to a point in proportion. Not for fixed targets: mae's rank falls to a tenth with
+           probes as good as anybody's (docs/LOG.md). Under
            NEIGHBOUR_RANK_FALL with method.neighbour_weight: good runs come to 17 %, a planted one to 10 %.
   few      either rank under RANK_FLOOR, whatever came before: a run may start collapsed.
   spread   train/feature_std under SPREAD_FLOOR. Unit vectors have variance + |mean|^2 = 1, so 0.1 says that
            99 % of the energy of every feature vector is one and the same vector. Or under NARROW_SPREAD with
            train/feature_cosine over ALIKE: what little spread there is lies within volumes, not between them.
+           Not where nothing is hidden: features that point one way tell their fixed targets all the same.
   volume   train/volume_share under VOLUME_FLOOR: a table by position removes 90 % of what a constant leaves.
 `alarm/leak`, a prediction that sees its targets:
   moves    val/leak over LEAK_LIMIT: the prediction changes when nothing but its targets' voxels does.
            Rounding is far below, and any path from a target to its prediction above, learned or not.
-  perfect  val/skill_position over PERFECT_SKILL: even the noise in the views is more than that leaves.
+  perfect  val/skill_position over PERFECT_SKILL: even the noise in the views is more than that leaves. Not
+           where nothing is hidden.
 A sign counts after PERSISTENCE log lines in a row, or two validations; val/leak, which has no noise, at once.
 """
 
@@ -57,6 +59,7 @@ SIGNS = {
     "collapse": ("train/rankme", "val/rankme", "train/feature_std", "train/volume_share"),
     "leak": ("val/skill_position", "val/leak"),
 }
+OF_HIDDEN = ("train/feature_std", "val/skill_position")  # no signs where nothing is hidden
 SHOWN = SIGNS["collapse"] + SIGNS["leak"]
 
 
@@ -75,8 +78,10 @@ class Alarms:
     `has_neighbours`: every feature has a loss on its voxels, so that less of a rank is enough.
     """
 
-    def __init__(self, has_fixed_targets: bool = False, has_neighbours: bool = False) -> None:
-        self.has_fixed_targets = has_fixed_targets
+    def __init__(
+        self, has_fixed_targets: bool = False, has_neighbours: bool = False, has_hidden: bool = True
+    ) -> None:
+        self.has_fixed_targets, self.has_hidden = has_fixed_targets, has_hidden
         self.rank_fall = NEIGHBOUR_RANK_FALL if has_neighbours else RANK_FALL
         self.raised: list[Alarm] = []
         self._seen: dict[str, float] = {}  # the newest value of what a text shows
@@ -132,7 +137,7 @@ class Alarms:
                 f"volumes are alike, train/feature_cosine is {cosine:.3f} and train/feature_std {spread:.3f}"
             )
             active.setdefault("train/feature_std", text)
-        return active
+        return {key: text for key, text in active.items() if self.has_hidden or key not in OF_HIDDEN}
 
     def state_dict(self) -> dict[str, Any]:
         return {

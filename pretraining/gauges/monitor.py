@@ -40,8 +40,8 @@ class Gauges:
     """The training gauges of one global batch, whatever its micro-batches: `observe` each, then `finish`.
 
     `global_batch_size` shares RANK_TOKENS out among the samples. The processes of `group` share the batch,
-    and all of them get the same gauges; `to_torch` is the runtime's. `has_fixed_targets`: those of mae;
-    `has_neighbours`: the loss of method.neighbour_weight is trained.
+    and all of them get the same gauges; `to_torch` is the runtime's. `has_fixed_targets`: of no weights;
+    `has_neighbours`: the loss of method.neighbour_weight is trained; `has_hidden`: something is.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class Gauges:
         *,
         has_fixed_targets: bool,
         has_neighbours: bool = False,
+        has_hidden: bool = True,
     ) -> None:
         self.skill, self.group, self.to_torch = skill, group, to_torch
-        self.alarms = Alarms(has_fixed_targets, has_neighbours)
+        self.alarms = Alarms(has_fixed_targets, has_neighbours, has_hidden)
         self.tokens_per_sample = -(-RANK_TOKENS // global_batch_size)
         self._begin(measure=False)
 

@@ -73,9 +73,10 @@ class Validation:
         flops, count = volume_flops(run.cfg, run.model), len(validation_rows(run, is_first=step == 0))
         self._loss_flops += count * flops.prediction
         # of the check a batch, of which a volume costs at most a prediction
-        checked = min(count, run.cfg.train.at_once * run.runtime.num_devices)
+        hidden = count if run.model.recipe.hidden != "nothing" else 0
+        checked = min(hidden, run.cfg.train.at_once * run.runtime.num_devices)
         probed = 0 if step == 0 else sum(map(len, probe_sides(run)))
-        self._gauge_flops += min(count, LIDAR_VOLUMES) * LIDAR_MASKS * flops.context
+        self._gauge_flops += min(hidden, LIDAR_VOLUMES) * LIDAR_MASKS * flops.context
         self._gauge_flops += checked * flops.prediction + probed * flops.target
         if step > self.start:
             trained = (step - self.start) * run.cfg.train.global_batch_size * flops.training
@@ -100,16 +101,17 @@ def volumes_read(run: Run) -> int:
 @torch.no_grad()
 def validate(run: Run, *, is_first: bool = False) -> dict[str, float | None]:
     """val/volumes, on which the numbers rest, val/loss, val/skill_mean, val/skill_position (null for few
-    volumes), val/leak, val/rankme, val/lidar (null for a single volume) and what probe_scores names.
+    volumes), val/rankme, val/leak and val/lidar (null where nothing is hidden; val/lidar also for a single
+    volume) and what probe_scores names.
     `is_first`: before step 1, of a few volumes and without probes.
     """
     run.model.eval()
     rows = validation_rows(run, is_first=is_first)
     parts: dict[str, list[Tensor]] = {}
-    done = 0
+    done, has_hidden = 0, run.model.recipe.hidden != "nothing"
     for cpu_batch, batch in shared_batches(run, rows, validation_batches):
-        values = measure_batch(run, cpu_batch, batch, is_leak_checked=done == 0)
-        if done < LIDAR_VOLUMES:
+        values = measure_batch(run, cpu_batch, batch, is_leak_checked=has_hidden and done == 0)
+        if has_hidden and done < LIDAR_VOLUMES:
             values["views"] = masked_views(run, cpu_batch, batch)
         count = len(cpu_batch["row"])
         for name, value in values.items():
@@ -131,11 +133,12 @@ def summarise(parts: dict[str, Tensor], quarter_V: Tensor, loss: str) -> dict[st
     if not bool(is_finite.all()):
         log.warning("validation: features of %d volumes are not finite", int((~is_finite).sum()))
     tokens = parts["tokens"][is_finite][parts["is_token"][is_finite]]
-    views_VQE = parts["views"][torch.isfinite(parts["views"]).all(dim=(1, 2))][:LIDAR_VOLUMES]
+    views_VQE = parts.get("views", torch.empty(0, LIDAR_MASKS, 1))
+    views_VQE = views_VQE[torch.isfinite(views_VQE).all(dim=(1, 2))][:LIDAR_VOLUMES]
     scored = parts["prediction"], parts["target"], parts["counts"]
     valid_VP = parts["valid"] & torch.isfinite(parts["all"]).all(-1)
     mean, position = validation_skill(scored, parts["all"], valid_VP, quarter_V, loss)
-    moved, size = (float(parts[name].double().sum()) for name in ("moved", "size"))
+    moved, size = (float(parts[name].double().sum()) if name in parts else 0.0 for name in ("moved", "size"))
     return {
         "val/loss": float(parts["loss"].sum()) / count if count else None,
         "val/skill_mean": mean,

@@ -130,14 +130,16 @@ def test_uniform_masks_of_nearly_everything_still_fit() -> None:
     valid = np.arange(8) < 7
     plan = MaskPlan((2, 2, 2), 8, 8, None)
     assert np.array_equal(draw_mask(np.random.RandomState(0), plan, valid)[1], np.arange(8))
+    drawn = draw_mask(np.random.RandomState(0), plan, ~valid)
+    assert [ids.tolist() for ids in drawn] == [list(range(8)), [7, *range(7)]]  # padding last
 
 
-@pytest.mark.parametrize("recipe", ["methods", "mae"])
-def test_uniform_plans_of_a_configuration(recipe: str) -> None:
-    switch = ["method.recipe=mae"] if recipe == "mae" else []
+@pytest.mark.parametrize(("recipe", "ratio"), [("methods", 0.6), ("mae", 0.6), ("surroundings", 1)])
+def test_uniform_plans_of_a_configuration(recipe: str, ratio: float) -> None:
+    switch = [f"method.recipe={recipe}", *(["method.mask_ratio=null"] if ratio == 1 else [])]
     plan = MaskPlan.from_config(load_config(CONFIGS / "pretrain_vjepa_multi_domain.yaml", switch))
-    assert (plan.families, plan.num_target) == (None, round(0.6 * 9216))
-    assert plan.num_context == (9216 if recipe == "methods" else 9216 - plan.num_target)
+    assert (plan.families, plan.num_target) == (None, round(ratio * 9216))
+    assert plan.num_context == (9216 - plan.num_target if recipe == "mae" else 9216)
 
 
 def test_a_batch_of_8_takes_milliseconds() -> None:

@@ -20,16 +20,16 @@ from utils.runtime.single import Runtime
 GOLDEN = Path(__file__).parents[1] / "golden"
 RECIPES = {
     "vjepa2": ["method.regulariser_weight=0.05"],
-    "vjepa2_sigreg": ["method.regulariser=sigreg", "method.regulariser_weight=0.05"],
     "mae": [],
     "neighbour": ["method.regulariser_weight=0.05"],  # as shipped
+    "surroundings": [],
     "methods": ["method.dropout=0.1", "method.drop_path=0.1", "optim.clip_grad_norm=0.01"],
 }
 STEPS = 20
 
 
 def losses(name: str) -> list[float]:
-    cfg = small_config(name.split("_")[0], *RECIPES[name])
+    cfg = small_config(name, *RECIPES[name])
     runtime = Runtime(torch.device("cpu"), use_bf16=False)
     model = nano_model(cfg).train()
     optimizer = build_optimizer(model, cfg)

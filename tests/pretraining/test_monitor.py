@@ -400,14 +400,21 @@ def test_what_is_a_collapse_and_when(lines: list[dict[str, float | None]], step:
     assert steps_of(lines) == ([] if step is None else [("collapse", step)])
 
 
-def test_voxels_as_targets_leave_the_fall_of_the_rank_out_and_nothing_else() -> None:
-    gauges = Gauges(SkillGauge(6, 3, "l2", torch.device("cpu")), 1, has_fixed_targets=True)
+@pytest.mark.parametrize("has_hidden", [True, False])
+def test_fixed_targets_leave_the_fall_of_the_rank_out_and_nothing_else(has_hidden: bool) -> None:
+    """Where nothing is hidden also spread and skill; a low rank and targets of little volume remain."""
+    gauge = SkillGauge(6, 3, "l2", torch.device("cpu"))
+    gauges = Gauges(gauge, 1, has_fixed_targets=True, has_hidden=has_hidden)
     for step, values in enumerate([line(), *3 * [line(rankme=5.0)], *3 * [{"val/rankme": 5.0}]]):
         assert gauges.alarms.update(step, values) == []
+    for low in (line(feature_std=0.05), line(**NARROW), {"val/skill_position": 0.97}):
+        begun = [gauges.alarms.update(step, low) for step in range(20, 23)]
+        assert sum(map(len, begun)) == has_hidden
+        assert gauges.alarms.update(23, line() | {"val/skill_position": 0.5}) == []
     floors = [gauges.alarms.update(step, line(rankme=2.0)) for step in range(10, 13)]
     assert [len(begun) for begun in floors] == [0, 0, 1]
-    spread = [gauges.alarms.update(step, line(feature_std=0.05)) for step in range(20, 23)]
-    assert [len(begun) for begun in spread] == [0, 0, 1]
+    volume = [gauges.alarms.update(step, line(volume_share=0.05)) for step in range(30, 33)]
+    assert [len(begun) for begun in volume] == [0, 0, 1]
 
 
 def test_a_loss_of_neighbours_lets_the_rank_fall_further() -> None:

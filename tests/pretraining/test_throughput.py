@@ -182,7 +182,9 @@ def counted_by_torch(cfg: Config, parts: int) -> tuple[int, int]:
     return flops_per_step(cfg, model, parts), counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("recipe", "parts"), [("vjepa2", 1), ("vjepa2", 4), ("methods", 1), ("mae", 2)])
+@pytest.mark.parametrize(
+    ("recipe", "parts"), [("vjepa2", 1), ("vjepa2", 4), ("methods", 1), ("mae", 2), ("surroundings", 1)]
+)
 def test_flops_of_a_real_step_are_what_torch_counts(recipe: str, parts: int) -> None:
     """The penalty's covariance is no model FLOP, hence the few per cent."""
     cfg = small_config(recipe, f"train.per_core_batch_size={16 // parts}")

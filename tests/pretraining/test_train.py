@@ -559,18 +559,30 @@ def test_a_leak_is_an_alarm(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Non
         check_no_leak(model, volumes(cfg, 2), context, target)
 
 
-@pytest.mark.parametrize("recipe", ["vjepa2", "mae"])
-def test_the_alarms_know_whether_the_targets_are_voxels(
+@pytest.mark.parametrize("recipe", ["vjepa2", "mae", "surroundings"])
+def test_the_alarms_know_what_is_predicted(
     folder: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Their weights start another run; where nothing is hidden no leak is measured."""
     built, real = [], loop.Gauges
     monkeypatch.setattr(loop, "Gauges", lambda *a, **k: built.append(real(*a, **k)) or built[-1])
-    mae = ("method.recipe=mae", "method.regulariser=none")
-    changes = (*mae, "method.regulariser_weight=0") if recipe == "mae" else ()
-    run = tmp_path / f"alarms_{recipe}"
+    no_masks = [f"method.{key}=null" for key in ("context_ratio", "target_ratio", "mask_blocks")]
+    changes = [] if recipe == "vjepa2" else [f"method.recipe={recipe}", "method.regulariser=none"]
+    changes += [] if recipe == "vjepa2" else ["method.regulariser_weight=0"]
+    changes += ["method.neighbour_weight=0", *no_masks] if recipe == "surroundings" else []
+    run, other = tmp_path / f"alarms_{recipe}", tmp_path / f"from_{recipe}"
     assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
-    assert [g.alarms.has_fixed_targets for g in built] == [recipe == "mae"]
-    assert [g.alarms.rank_fall for g in built] == [NEIGHBOUR_RANK_FALL]
+    assert [g.alarms.has_fixed_targets for g in built] == [recipe != "vjepa2"]
+    assert [g.alarms.has_hidden for g in built] == [recipe != "surroundings"]
+    assert (built[0].alarms.rank_fall == NEIGHBOUR_RANK_FALL) == (recipe != "surroundings")
+    start = f"method.init_from={run / 'checkpoints' / 'step_00000001.pt'}"
+    assert train(pipeline_config(folder, f"run.dir={other}", "train.max_steps=1", start, *changes)) == 0
+    first = [row for row in metrics(other) if row["step"] == 0]
+    assert {key: first[0][key] is None for key in ("val/loss", "val/leak", "val/lidar")} == {
+        "val/loss": False,
+        "val/leak": recipe == "surroundings",
+        "val/lidar": recipe == "surroundings",
+    }
 
 
 def test_an_update_uses_its_own_momentum(folder: Path, finished_methods: Path) -> None:

@@ -34,8 +34,10 @@ def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     if recipe == "methods":
         base += ["method.mask_ratio=0.5", "method.ema_base=0.9"]
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
-    if recipe == "mae":
+    if recipe in ("mae", "surroundings"):
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
+    if recipe == "surroundings":
+        base += ["method.context_ratio=null", "method.target_ratio=null", "method.mask_blocks=null"]
     base += VARIANTS.get(recipe, ())
     return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])
 
@@ -48,12 +50,16 @@ def nano_model(cfg: Config, seed: int = 0) -> VJEPA3D:
 
 
 def token_ids(cfg: Config, batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Context [B, K] and target [B, M] ids: disjoint for vjepa2 and mae, all and half for methods."""
+    """Context [B, K] and target [B, M] ids: disjoint for vjepa2 and mae, all and half for methods, all for
+    surroundings.
+    """
     generator = torch.Generator().manual_seed(seed)
     n = cfg.grid[0] * cfg.grid[1] * cfg.grid[2]
     order = torch.stack([torch.randperm(n, generator=generator) for _ in range(batch)])
     if cfg.method.recipe == "methods":
         return torch.arange(n).expand(batch, -1).clone(), order[:, : n // 2]
+    if cfg.method.recipe == "surroundings":
+        return (torch.arange(n).expand(batch, -1).clone(),) * 2
     return order[:, : n * 4 // 10], order[:, n // 2 : n // 2 + n * 3 // 10]
 
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 import torch
 
+from models.batch_norm import WeightedBatchNorm
 from models.engine_kernels import choose_kernels
-from models.predictor import MlpPredictor
 from pretraining import train as loop
 from pretraining.gauges.monitor import target_drift, update_ratio
 from pretraining.run import Run
@@ -29,8 +29,9 @@ SAMPLES = 8
 WATCHED = Watch(measures=lambda: True)
 CASES = {  # recipe, overrides, accumulation
     "vjepa2": ("vjepa2", (), 1),
-    "accumulated": ("vjepa2", ("method.regulariser=sigreg",), 2),
+    "accumulated": ("vjepa2", (), 2),
     "methods": ("methods", ("method.dropout=0.1",), 1),
+    "surroundings": ("surroundings", (), 1),
     "mae": ("mae", ("method.neighbour_weight=1",), 2),
 }
 COMPILE = "train.compile=true"
@@ -42,8 +43,9 @@ def losses_and_weights(runtime: Runtime, name: str) -> tuple[list[float], dict[s
     recipe, overrides, accumulation = (CASES | COMPILED)[name]
     cfg = small_config(recipe, f"train.global_batch_size={SAMPLES}", *overrides)
     model = nano_model(cfg).train()
-    if isinstance(model.predictor, MlpPredictor):
-        model.predictor.norm.total = runtime.group.sum_with_gradient
+    for module in model.modules():
+        if isinstance(module, WeightedBatchNorm):
+            module.total = runtime.group.sum_with_gradient
     choose_kernels(model, cfg, runtime)
     optimizer = build_optimizer(model, cfg)
     losses, gauges = [], []

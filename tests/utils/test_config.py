@@ -57,6 +57,7 @@ def test_shipped_configurations_load(path: Path) -> None:
     assert load_config(path, base=below(path)).experiment_name == path.stem
 
 
+ALL_TOKENS = [f"method.{key}=null" for key in ("context_ratio", "target_ratio", "mask_blocks")]
 MAE = ["method.recipe=mae", "method.regulariser=none", "method.regulariser_weight=0"]
 
 
@@ -65,7 +66,8 @@ PRETRAINING = [path for path in SHIPPED if not below(path)]
 
 @pytest.mark.parametrize("path", PRETRAINING, ids=lambda p: p.stem)
 def test_every_pretraining_configuration_can_be_switched_to_mae(path: Path) -> None:
-    assert load_config(path, MAE).method.recipe == "mae"
+    ratio = [] if RECIPES[load_config(path).method.recipe].masks else ["method.mask_ratio=0.75"]
+    assert load_config(path, [*MAE, *ratio]).method.recipe == "mae"
 
 
 def test_what_a_head_may_change_is_read_by_key() -> None:
@@ -182,11 +184,23 @@ def test_methods_has_no_loss_of_neighbours() -> None:
         ("data.store=${${run.dir}:x}", ["data.store: ", "found ${${run.dir}:x}"]),
         ("run.dir=${nowhere}", ["run.dir: ", "nowhere"]),
         ("method.recipe=vjepa", ["method.recipe: expected one of ", "found vjepa (did you mean vjepa2"]),
+        (
+            ["method.recipe=surroundings", *ALL_TOKENS[:-1]],
+            ["method.mask_blocks: expected null with recipe surroundings, which draws no masks"],
+        ),
+        (
+            ["method.recipe=surroundings", *ALL_TOKENS, "method.mask_ratio=0.5"],
+            ["method.mask_ratio: expected null with recipe surroundings, found 0.5"],
+        ),
+        (
+            ["method.recipe=surroundings", *ALL_TOKENS, "method.neighbour_weight=1"],
+            ["method.neighbour_weight: expected 0 where the encoder computes all tokens"],
+        ),
         ([*MAE, "method.mask_ratio=0.6"], ["method.context_ratio: expected null with recipe mae and"]),
         ([*MAE, "method.mask_blocks=[]"], ["method.mask_blocks: expected at least one family"]),
         (
             ["method.control=penalty_only", "method.regulariser=none", "method.regulariser_weight=0"],
-            ["method.regulariser: expected vicreg or sigreg with ", "penalty_only"],
+            ["method.regulariser: expected vicreg with ", "penalty_only"],
         ),
         *(
             ([f"method.control={control}", "train.per_core_batch_size=1"],
@@ -584,6 +598,20 @@ def test_keys_that_went_are_taken_out_of_stored_configurations(
             config_of_yaml(older(place, {key: [1.0]}), "a.pt", to_go_on=True)
     with pytest.raises(ConfigError, match=r"optim\.extend: unknown key"):
         load_config(SMOKE, ["optim.extend=null"])
+
+
+def test_a_stored_penalty_that_went_is_read_as_the_one_that_stayed(caplog: pytest.LogCaptureFixture) -> None:
+    """Not by a run that goes on, nor where a stranger's text names it by a reference."""
+    cfg = load_config(SMOKE, ["method.control=penalty_only"])
+    text = to_yaml(cfg).replace("regulariser: vicreg", "regulariser: sigreg")
+    assert config_of_yaml(text, "a.pt") == cfg
+    assert caplog.messages == ["a.pt: the penalty method.regulariser=sigreg is gone; it is read as vicreg"]
+    with pytest.raises(
+        ConfigError, match=r"^a\.pt: method\.regulariser: expected vicreg or none, sigreg is gone"
+    ):
+        config_of_yaml(text, "a.pt", to_go_on=True)
+    with pytest.raises(ConfigError, match="expected a plain value, found the reference"):
+        config_of_yaml(text.replace("sigreg", "${oc.env:HOME}"), "a.pt")
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,10 @@ from utils.runtime.single import Runtime
 pytestmark = pytest.mark.xla
 RECIPES = {
     "vjepa2": ("vjepa2", 2, ()),  # recipe, micro-batches, overrides
-    "vjepa2_sigreg_neighbours": ("vjepa2", 1, ("method.regulariser=sigreg", "method.neighbour_weight=1")),
+    "vjepa2_neighbours": ("vjepa2", 1, ("method.neighbour_weight=1",)),
     "mae": ("mae", 1, ()),
     "methods": ("methods", 1, ()),
+    "surroundings": ("surroundings", 1, ()),
 }
 
 

@@ -76,7 +76,9 @@ def test_healthy_runs_never_alarm(folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_gradient_through_the_target_alarms(folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def live_targets(self: VJEPA3D, _: torch.Tensor, view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def live_targets(
+        self: VJEPA3D, _: torch.Tensor, view: torch.Tensor, _valid: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         raw = self.encoder(view).float()
         features = F.layer_norm(raw, raw.shape[-1:])
         return features, features

@@ -27,7 +27,7 @@ from utils.runtime.single import Runtime
 # a warning is no error here until it is known which ones a device's libraries give
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 GIB = 2**30
-RECIPES = ("vjepa2", "methods", "mae", "neighbour")
+RECIPES = ("vjepa2", "methods", "mae", "neighbour", "surroundings")
 
 
 def steps(cfg: Config, runtime: Runtime, count: int = 2) -> list[StepResult]:

@@ -174,6 +174,11 @@ def config_of_yaml(text: str, where: str, *, to_go_on: bool = False) -> Config:
         saved = _without_gone_keys(OmegaConf.create(text), where, kept)
         for key, reference in _references(OmegaConf.to_container(saved)):
             raise ConfigError(f"{where}: {key}: expected a plain value, found the reference {reference}")
+        if OmegaConf.select(saved, "method.regulariser") == "sigreg":
+            if to_go_on:
+                raise ConfigError(f"{where}: method.regulariser: expected vicreg or none, sigreg is gone")
+            log.warning("%s: the penalty method.regulariser=sigreg is gone; it is read as vicreg", where)
+            saved.method.regulariser = "vicreg"
         cfg = OmegaConf.to_object(OmegaConf.merge(_SCHEMA, saved))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: {_one_line(error)}") from error

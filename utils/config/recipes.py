@@ -19,12 +19,14 @@ class Recipe:
     """One method; every field is one decision."""
 
     # what the context encoder must not see: tokens that are left out, or targets that a mask token replaces
-    hidden: Literal["all_but_context", "targets"]
-    masks: tuple[Literal["blocks", "uniform"], ...]  # how targets may be drawn; the first is the default
+    hidden: Literal["all_but_context", "targets", "nothing"]
+    masks: tuple[Literal["blocks", "uniform"], ...]  # how targets may be drawn; none: all tokens are targets
     positions: Literal["rotary", "learned"]
-    predictor: Literal["transformer", "mlp"]
-    target: Literal["features", "pixels"]  # of the EMA target encoder, or the voxels themselves
-    target_norm: Literal["layer_norm", "unit", "normalised"]  # of each token; normalised: of its voxels
+    predictor: Literal["transformer", "mlp", "linear"]
+    # of the EMA target encoder, the voxels themselves, or fixed random features (models/surroundings.py)
+    target: Literal["features", "pixels", "random_features"]
+    # of each token; normalised: of its voxels; volume: each feature over the tokens of a volume
+    target_norm: Literal["layer_norm", "unit", "normalised", "volume"]
     loss: Literal["l1", "l2", "normalised_l2"]  # models.losses.TOKEN_LOSSES
     ema: Literal["constant", "cosine"]  # the target encoder's momentum over the run
     lr: Literal["cooldown", "cosine"]  # after the warm-up: constant with a linear end, or a cosine
@@ -32,7 +34,7 @@ class Recipe:
     @property
     def has_fixed_targets(self) -> bool:
         """Whether targets do not depend on weights, so that they can neither collapse nor stand still."""
-        return self.target == "pixels"
+        return self.target != "features"
 
 
 RECIPES = {
@@ -52,6 +54,11 @@ RECIPES = {
         hidden="all_but_context", masks=("blocks", "uniform"), positions="rotary",
         predictor="transformer", target="pixels", target_norm="normalised", loss="l2", ema="constant",
         lr="cooldown",
+    ),
+    # every token tells what random features lie around it (docs/concepts/recipes.md)
+    "surroundings": Recipe(
+        hidden="nothing", masks=(), positions="rotary", predictor="linear",
+        target="random_features", target_norm="volume", loss="l2", ema="constant", lr="cooldown",
     ),
 }  # fmt: skip
 

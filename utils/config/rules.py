@@ -117,7 +117,7 @@ def _check_method(method: MethodConfig) -> None:
     _require(
         method.control != "penalty_only" or method.regulariser != "none",
         "method.regulariser",
-        "vicreg or sigreg with method.control=penalty_only, which has nothing else to train on",
+        "vicreg with method.control=penalty_only, which has nothing else to train on",
         method.regulariser,
     )
     has_both = recipe_of(method).target == "features" and method.neighbour_weight > 0
@@ -134,17 +134,19 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
     name = method.recipe
     is_uniform = "blocks" not in recipe.masks or ("uniform" in recipe.masks and method.mask_ratio is not None)
     needed: tuple[str, ...] = ("mask_ratio",) if is_uniform else BLOCK_KEYS
-    if is_uniform and "blocks" in recipe.masks:
+    if is_uniform and recipe.masks != ("uniform",):
+        needed = needed if recipe.masks else ()
+        reason = f"recipe {name} and mask_ratio" if recipe.masks else f"recipe {name}, which draws no masks"
         for key in BLOCK_KEYS:
             value = getattr(method, key)
-            _require(value is None, f"method.{key}", f"null with recipe {name} and mask_ratio", value)
+            _require(value is None, f"method.{key}", f"null with {reason}", value)
     if recipe.ema == "cosine":
         needed = (*needed, "ema_base")
     for key in needed:
         value = getattr(method, key)
         kind = "at least one family" if key == "mask_blocks" else "a number"
         _require(value not in (None, []), f"method.{key}", f"{kind} with recipe {name}", value)
-    if not is_uniform:
+    if not is_uniform or not recipe.masks:
         ratio = method.mask_ratio
         _require(ratio is None, "method.mask_ratio", f"null with recipe {name}", ratio)
         total = (method.context_ratio or 0) + (method.target_ratio or 0)
@@ -156,9 +158,9 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
         text = f"at most 1 - context_ratio = {room:g}"
         _require(family.scale <= room, f"{key}.scale", text, family.scale)
     _require(
-        method.neighbour_weight == 0 or recipe.hidden != "targets",
+        method.neighbour_weight == 0 or recipe.hidden == "all_but_context",
         "method.neighbour_weight",
-        "0 where the context is all but the targets",
+        "0 where the encoder computes all tokens",
         f"{method.neighbour_weight} with {method.recipe}",
     )
 

@@ -163,11 +163,9 @@ class MethodConfig:
     predictor_depth: int = key(6, "blocks of the transformer predictor", AT_LEAST_1)
     predictor_width: int = key(384, "width of the transformer predictor", WHOLE_HEADS)
     ema_base: float | None = key(
-        None, "null (vjepa2, mae): a half-life of 5 % of the run, at most 0.9995", SHARE
+        None, "null (not methods): a half-life of 5 % of the run, at most 0.9995", SHARE
     )
-    regulariser: Literal["none", "vicreg", "sigreg"] = key(
-        "none", "penalty against collapse, on the context tokens"
-    )
+    regulariser: Literal["none", "vicreg"] = key("none", "penalty against collapse, on the context tokens")
     regulariser_weight: float = key(0.0, "of the penalty, beside the prediction's loss", AT_LEAST_0)
     neighbour_weight: float = key(
         0.0,
@@ -199,7 +197,7 @@ class OptimConfig:
     weight_decay: float = key(MISSING, "of matrices only", AT_LEAST_0)
     betas: tuple[float, float] = key(MISSING, "of AdamW", BELOW_1)
     warmup_ratio: float = key(MISSING, "share of the run", SHARE)
-    cooldown_ratio: float = key(0.0, "vjepa2, mae: linear decay over the last share of the run", SHARE)
+    cooldown_ratio: float = key(0.0, "all but methods: linear decay over the last share of the run", SHARE)
     min_lr_ratio: float = key(MISSING, "end of the schedule as a share of base_lr", SHARE)
     clip_grad_norm: float = key(MISSING, "largest norm of the gradient", ABOVE_0)
     layer_decay: float = key(

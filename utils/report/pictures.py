@@ -267,7 +267,7 @@ def prediction_map(forecast: Forecast) -> Figure:
     axes = figure.subplots(1, 4, sharex=True, sharey=True)
     image = seen.volume[plane * seen.patch[0] + seen.patch[0] // 2] / 255.0
     show_mm(axes[0], image, seen.spacing[1:], "B-scan")
-    titles = {"targets of all tokens": expected, "predictions, hidden": predicted}
+    titles = {"targets of all tokens": expected, "predictions": predicted}
     for axis, (title, colours_N3) in zip(axes[1:3], titles.items(), strict=True):
         show_mm(axis, colours_N3.reshape(*seen.grid, 3)[plane], (token_h, token_w), title)
     shown = axes[3].imshow(

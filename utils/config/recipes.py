@@ -20,7 +20,8 @@ class Recipe:
 
     # what the context encoder must not see: tokens that are left out, or targets that a mask token replaces
     hidden: Literal["all_but_context", "targets", "nothing"]
-    masks: tuple[Literal["blocks", "uniform"], ...]  # how targets may be drawn; none: all tokens are targets
+    # how targets may be drawn, the first by default; none: all tokens are targets
+    masks: tuple[Literal["blocks", "uniform"], ...]
     positions: Literal["rotary", "learned"]
     predictor: Literal["transformer", "mlp", "linear"]
     # of the EMA target encoder, the voxels themselves, or fixed random features (models/surroundings.py)
@@ -55,7 +56,6 @@ RECIPES = {
         predictor="transformer", target="pixels", target_norm="normalised", loss="l2", ema="constant",
         lr="cooldown",
     ),
-    # every token tells what random features lie around it (docs/concepts/recipes.md)
     "surroundings": Recipe(
         hidden="nothing", masks=(), positions="rotary", predictor="linear",
         target="random_features", target_norm="volume", loss="l2", ema="constant", lr="cooldown",

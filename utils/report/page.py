@@ -50,7 +50,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "Loss",
         ("train/loss", "val/loss"),
-        "In pre-training a low loss proves nothing: the target moves with the encoder.",
+        "In pre-training a low loss proves nothing: a target that the encoder makes moves with it.",
     ),
     (
         "Skill",

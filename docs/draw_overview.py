@@ -1,7 +1,8 @@
 """Draw docs/pictures/overview.png and masks.png: `python -m docs.draw_overview [--run DIR] [--row N]`.
 
 In: a run on the phantom, whose snapshots are of two steps at least, with its store and tree. The same eye is
-rendered again at the device's full resolution. Out: the pictures of the documents.
+rendered again at the resolution of the device. Out: the pictures of the documents, the second where
+tokens are hidden.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def overview(
     plane, patch = last.volume.shape[0] // 2, last.patch
     image = (last.volume[plane] / 255.0) ** GAMMA
     before_N3, after_N3 = _matched_components(first, last)
+    hides = _hides(last)
     figure = Figure(figsize=(11, 5.3), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True, sharey=True)
     show_mm(axes[0, 0], full_HW**GAMMA, full_spacing, None)
@@ -59,7 +61,7 @@ def overview(
         show_mm(axis, 0.7 * colour_HW3 + 0.3 * np.sqrt(image[..., None]), last.spacing[1:], None)
     titles = (
         "1  A synthetic B-scan at full resolution",
-        f"2  What the demo's encoder gets, {image.shape[0]} x {image.shape[1]}, masked",
+        f"2  What the demo's encoder gets, {image.shape[0]} x {image.shape[1]}{', masked' if hides else ''}",
         "3  Token features before training, as colours",
         f"4  Token features after training, {_step_of(last)}",
     )
@@ -71,8 +73,9 @@ def overview(
         axis.set_xlabel("A-scan direction, mm")
     _draw_grid(axes[0, 1], last)
     keys = [Patch(color=CONTEXT_RGB, label="context: seen by the encoder")]
-    keys += [Patch(color=TARGET_RGB, label="target: its features are predicted")]
-    keys += [Patch(color="#333333", label="neither")]
+    if hides:
+        keys += [Patch(color=TARGET_RGB, label="target: its features are predicted")]
+        keys += [Patch(color="#333333", label="neither")]
     keys += [Patch(color="none", label="3 and 4: similar colours, similar features")]
     figure.legend(handles=keys, loc="outside lower center", ncols=4, frameon=False, fontsize="medium")
     return figure
@@ -110,6 +113,11 @@ def _middle(size: int, of: int) -> tuple[slice, slice]:
     """Where `of` pixels lie in `size` pixels with the same middle, and which of them do."""
     kept = min(size, of)
     return slice((size - kept) // 2, (size + kept) // 2), slice((of - kept) // 2, (of + kept) // 2)
+
+
+def _hides(snapshot: Snapshot) -> bool:
+    """Whether the encoder did not see all tokens."""
+    return len(snapshot.target) < len(snapshot.valid)
 
 
 def _step_of(snapshot: Snapshot) -> str:
@@ -156,7 +164,9 @@ def draw_docs(run: Path, folder: Path, row: int | None = None) -> list[Path]:
     first, last = load_snapshot(paths[0]), load_snapshot(paths[-1])
     folder.mkdir(parents=True, exist_ok=True)
     full = full_bscan(run, row, last)
-    figures = {"overview.png": overview(*full, first, last), "masks.png": bscan_with_masks(last)}
+    figures = {"overview.png": overview(*full, first, last)}
+    if _hides(last):
+        figures["masks.png"] = bscan_with_masks(last)
     for name, figure in figures.items():
         figure.savefig(folder / name, dpi=110)
     return [folder / name for name in figures]

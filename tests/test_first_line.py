@@ -54,7 +54,7 @@ REFUSED = {  # command and words -> what the one line says
     "pretraining.train --config configs/smoke_test.yaml data.store=no/store": "no/store: expected a prepared",
     "models.weights inspect no/file.pt": "path no/file.pt",
     "models.weights export --checkpoint no/run.pt --out no/out": "--checkpoint no/run.pt",
-    "benchmarks.evidence real --data no/eyes --only foo": "--only: expected some of vjepa2, ",
+    "benchmarks.evidence real --data no/eyes --only foo": "--only: expected some of surroundings, ",
     "benchmarks.phantom_truth --config configs/smoke_test.yaml --control no/run model.size=q": "model.size",
 }
 

@@ -16,14 +16,13 @@ from utils.config.schema import Config
 from utils.errors import UserError
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "smoke_test.yaml"
-REFERENCE = "vjepa2"  # every ablation changes one thing of this arm
+REFERENCE = "surroundings"  # every claim of an ablation is held against it, or against another named arm
 RANDOM = "random"
 CONTROL = "control"  # the reference arm, hardly trained
-# the reference arm without what a JEPA is about: nothing to predict, and nothing of this volume to predict
-PENALTY_ONLY, MISMATCHED = "penalty_only", "mismatched_latents"
+MISMATCHED = "mismatched_targets"  # the reference arm with nothing of this volume to tell
 SCRATCH = "cnn_from_labels", "vit_from_labels"  # no pre-training: trained on the labels of the probes
-CONTROLS = RANDOM, CONTROL, PENALTY_ONLY, MISMATCHED  # a claim about the reference arm is above all of them
-# an arm's own two, by name: "parity+penalty_only"; targets where there are no latents beside voxels
+CONTROLS = RANDOM, CONTROL, MISMATCHED  # a claim about the reference arm is above all of them
+# an arm's own, by name: "vjepa2+penalty_only"; targets where there are no latents beside voxels
 OWN_CONTROLS = {
     "mismatched_latents": "latents of another volume, voxels its own (control)",
     "mismatched_targets": "targets of another volume (control)",
@@ -40,16 +39,19 @@ BASE = (
     "data.workers=0",
     "wandb.mode=disabled",
 )
-NO_NEIGHBOURS = ("method.neighbour_weight=0",)
-NO_REGULARISER = ("method.regulariser=none", "method.regulariser_weight=0")
-# as published: 75 % hidden at random, all of it predicted (He et al. 2022); 1e-3 is worse for it
-MAE = (
-    "method.recipe=mae",
-    "method.mask_ratio=0.75",
-    *(f"method.{key}=null" for key in ("context_ratio", "target_ratio", "mask_blocks")),
-    *NO_REGULARISER,
-    "optim.base_lr=5e-4",
+NEIGHBOURS = ("method.neighbour_weight=1",)
+PENALTY = ("method.regulariser=vicreg", "method.regulariser_weight=0.05")
+SMALL_PREDICTOR = ("method.predictor_depth=2", "method.predictor_width=192")
+JEPA = (
+    "method.recipe=vjepa2",
+    "method.context_ratio=0.4",
+    "method.target_ratio=0.3",
+    "method.mask_blocks=[{scale: 0.15}, {scale: 0.5}]",
+    *SMALL_PREDICTOR,
 )
+VJEPA2 = (*JEPA, *PENALTY, *NEIGHBOURS)  # what configs/pretrain_oct_vjepa2.yaml has, at this size
+# as published: 75 % hidden at random, all of it predicted (He et al. 2022); 1e-3 is worse for it
+MAE = ("method.recipe=mae", "method.mask_ratio=0.75", *SMALL_PREDICTOR, "optim.base_lr=5e-4")
 
 
 @dataclass(frozen=True)
@@ -77,24 +79,17 @@ SCRATCH_ARMS = tuple(
     for name, label in zip(SCRATCH, ("a small 3D CNN", "a ViT of the encoder's size"), strict=True)
 )
 ARMS = (
-    Arm("vjepa2", "vjepa2, vicreg 0.05, neighbours 1 (as shipped)", "recipe"),
-    Arm(CONTROL, "vjepa2 after 2 steps (control)", "recipe", steps=2),
-    Arm(
-        PENALTY_ONLY, "penalty only, nothing predicted (control)", "recipe", ("method.control=penalty_only",)
-    ),
-    Arm(MISMATCHED, OWN_CONTROLS[MISMATCHED], "recipe", ("method.control=mismatched_latents",)),
-    Arm("mae", "mae, 75 % hidden, normalised patches", "recipe", (*MAE, *NO_NEIGHBOURS)),
-    Arm("mae_plain", "mae, 75 % hidden, plain patches", "recipe", (*MAE, *NO_NEIGHBOURS), patch="mae_plain"),
-    Arm("mae_neighbours", "mae_plain with the loss of neighbours", "recipe", MAE, patch="mae_plain"),
-    Arm(
-        "parity",
-        "V-JEPA 2 with nothing added: no penalty, no neighbours",
-        "parity",
-        (*NO_REGULARISER, *NO_NEIGHBOURS),
-    ),
+    Arm(REFERENCE, "surroundings (as shipped)", "recipe"),
+    Arm(CONTROL, "surroundings after 2 steps (control)", "recipe", steps=2),
+    Arm(MISMATCHED, OWN_CONTROLS[MISMATCHED], "recipe", ("method.control=mismatched_targets",)),
+    Arm("vjepa2", "vjepa2, vicreg 0.05, neighbours 1", "recipe", VJEPA2),
+    Arm("mae", "mae, 75 % hidden, normalised patches", "recipe", MAE),
+    Arm("mae_plain", "mae, 75 % hidden, plain patches", "recipe", MAE, patch="mae_plain"),
+    Arm("mae_neighbours", "mae_plain with neighbours", "recipe", (*MAE, *NEIGHBOURS), patch="mae_plain"),
+    Arm("parity", "V-JEPA 2 with nothing added: no penalty, no neighbours", "parity", JEPA, "vjepa2"),
     Arm("device_balanced", "as many volumes of each device", "sampling", ("data.sampling=device_balanced",)),
-    Arm("mean_ascans", "the neighbours' mean A-scans", "neighbours", patch="mean_ascans"),
-    Arm("no_neighbours", "without the neighbours' voxels", "neighbours", NO_NEIGHBOURS),
+    Arm("mean_ascans", "vjepa2, mean A-scans", "neighbours", VJEPA2, "vjepa2", patch="mean_ascans"),
+    Arm("no_neighbours", "vjepa2 without neighbours", "neighbours", (*JEPA, *PENALTY), "vjepa2"),
 )
 
 
@@ -111,19 +106,17 @@ def own_control(arm: Arm, control: str) -> Arm:
 
 
 def own_controls(arm: Arm) -> list[Arm]:
-    """The arm's own two; one where there is no penalty, so that nothing would be left to train on; none where
-    the arm is a control itself.
-    """
+    """The arm's own: without its targets, and only its penalty if it has one; none of a control."""
     if arm.is_control:
         return []
-    without_penalty = set(NO_REGULARISER) & set(arm.changes)
-    has_both = not {*NO_NEIGHBOURS, "method.recipe=mae"} & set(arm.changes)
-    names = [MISMATCHED if has_both else "mismatched_targets", *([] if without_penalty else [PENALTY_ONLY])]
+    has_both = {JEPA[0], *NEIGHBOURS} <= set(arm.changes)
+    only_penalty = ["penalty_only"] if set(PENALTY) <= set(arm.changes) else []
+    names = ["mismatched_latents" if has_both else MISMATCHED, *only_penalty]
     return [own_control(arm, name) for name in names]
 
 
 def controls_of_claims(name: str) -> tuple[str, ...]:
-    """The arms that a claim about an arm has to be above: random initialisation, two steps, its own two."""
+    """The arms that a claim about an arm has to be above: random initialisation, two steps, its own."""
     if name == REFERENCE:
         return CONTROLS
     return RANDOM, CONTROL, *(arm.name for arm in own_controls(arm_by_name(name)))

@@ -373,8 +373,8 @@ def test_seen_people_and_what_is_no_control_are_refused(world: Path, tmp_path: P
     save(cfg, 160)
     with pytest.raises(UserError, match=r"expected a control of fewer steps than .* has 160, found 160"):
         module.measure(cfg, str(tmp_path / "run"), RUNTIME)
-    save(config(world, tmp_path / "control", "optim.base_lr=2e-3"), 2)
-    with pytest.raises(UserError, match=r"optim.base_lr: expected 0.001 as in .*, found 0.002"):
+    save(config(world, tmp_path / "control", "optim.base_lr=1e-3"), 2)
+    with pytest.raises(UserError, match=r"optim.base_lr: expected 0.002 as in .*, found 0.001"):
         module.measure(cfg, str(tmp_path / "control"), RUNTIME)
 
 

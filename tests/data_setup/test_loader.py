@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.evidence.arms import JEPA
 from data_setup import loader as loader_module
 from data_setup import order as order_module
 from data_setup.loader import (
@@ -45,7 +46,7 @@ BATCH = 8
 
 
 def small_config(*overrides: str) -> Config:
-    base = [f"spatial.image_size={list(SIZE)}", "data.workers=0", f"train.global_batch_size={BATCH}"]
+    base = [f"spatial.image_size={list(SIZE)}", "data.workers=0", f"train.global_batch_size={BATCH}", *JEPA]
     return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.evidence.arms import JEPA
 from data_setup.transforms import token_valid
 from models import vit3d
 from models.vjepa3d import VJEPA3D
@@ -23,12 +24,12 @@ VARIANTS = {"neighbour": ("method.neighbour_weight=1",)}
 
 def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
     """Grid 2 x 3 x 4, patch 4 x 8 x 8; `recipe` may be one of VARIANTS."""
-    base = ["spatial.image_size=[8,24,32]", "method.predictor_depth=2", "method.predictor_width=64"]
+    base = [*(() if recipe == "surroundings" else JEPA), "method.predictor_width=64"]
     base += ["train.global_batch_size=16", "train.per_core_batch_size=16", "train.max_steps=200"]
     base += ["optim.base_lr=5e-4", "optim.warmup_ratio=0.1", "optim.cooldown_ratio=0.3"]
     base += ["optim.min_lr_ratio=0.01", "method.regulariser=vicreg", "method.regulariser_weight=0.05"]
     # golden losses are older than the shipped rotary form
-    base += ["method.neighbour_weight=0", "model.rope=interleaved"]
+    base += ["method.neighbour_weight=0", "model.rope=interleaved", "spatial.image_size=[8,24,32]"]
     if recipe in RECIPES:
         base += [f"method.recipe={recipe}"]
     if recipe == "methods":
@@ -36,8 +37,6 @@ def small_config(recipe: str = "vjepa2", *overrides: str) -> Config:
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
     if recipe in ("mae", "surroundings"):
         base += ["method.regulariser=none", "method.regulariser_weight=0"]
-    if recipe == "surroundings":
-        base += ["method.context_ratio=null", "method.target_ratio=null", "method.mask_blocks=null"]
     base += VARIANTS.get(recipe, ())
     return load_config(ROOT / "configs" / "smoke_test.yaml", [*base, *overrides])
 

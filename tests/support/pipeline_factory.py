@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.evidence.arms import VJEPA2
 from data_setup import prepare
 from data_setup.phantom import __main__ as phantom
 from utils.config.load import load_config
@@ -34,7 +35,7 @@ def pipeline_overrides(folder: Path) -> list[str]:
         f"run.dir={folder / 'run'}",
         "spatial.target_spacing=[0.75,0.096,0.1875]",
         "spatial.image_size=[8,24,32]",
-        "method.predictor_depth=2",
+        *VJEPA2,
         "method.predictor_width=64",
         "train.global_batch_size=4",
         "train.per_core_batch_size=4",

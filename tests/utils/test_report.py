@@ -463,6 +463,9 @@ def test_masks_lie_on_their_patches(snapshot: Snapshot) -> None:
         assert len(where) == (64 if plane in (8, 9, 11) else 0)
         if len(where):
             assert (where.min(axis=0).tolist(), where.max(axis=0).tolist()) == ([8, 24], [15, 31])
+    every = replace(one, context=np.arange(len(one.valid)), target=np.arange(len(one.valid)))
+    seen = bscan_with_masks(every, num_planes=16).axes[16 + 9].images[0].get_array()
+    assert (seen[..., 2] > seen[..., 0])[:, :48].all()  # nothing is hidden: blue, where it is valid
     one.valid[token] = 0  # padding belongs to neither set
     assert not bscan_with_masks(one, num_planes=16).axes[16 + 9].images[0].get_array().any()
 
@@ -516,5 +519,5 @@ def test_the_overview_gives_equal_features_equal_colours(snapshot: Snapshot) -> 
     figure = draw_overview.overview(*FULL, before, after)
     images = [axis.images[0].get_array() for axis in figure.axes]
     np.testing.assert_allclose(images[2], images[3], atol=1e-3)
-    assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][3] == "step 7"
+    assert [axis.get_title(loc="left")[-6:] for axis in figure.axes][1::2] == ["masked", "step 7"]
     assert all(axis.get_aspect() == 1.0 for axis in figure.axes)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.evidence.arms import VJEPA2
 from data_setup import prepare
 from models import vit3d
 from models.vjepa3d import VJEPA3D
@@ -33,12 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def overrides(folder: Path) -> list[str]:
-    """The smoke test's recipe and schedule on a grid of 4 x 6 x 8, at the default log interval."""
+    """`vjepa2` with the smoke test's schedule on a grid of 4 x 6 x 8, at the default log interval."""
     return [
         f"data.gcs_root={folder / 'phantom'}",
         f"data.store={folder / 'store'}",
         "spatial.target_spacing=[0.375,0.048,0.09375]",
         "spatial.image_size=[16,48,64]",
+        *VJEPA2,
         "method.predictor_width=64",
         f"train.max_steps={STEPS}",
         f"train.val_every_steps={STEPS}",

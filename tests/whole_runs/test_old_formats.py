@@ -39,6 +39,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.evidence.arms import JEPA, PENALTY
 from data_setup.attach.stored import StoredFlow, StoredHeights, StoredLabels
 from data_setup.store.reader import PreparedStore
 from finetuning import embed, predict
@@ -60,11 +61,10 @@ GOLDEN = ROOT / "tests" / "golden"
 OVERRIDES = (
     *("data.gcs_root=phantom", "data.store=store", "run.dir=run", "data.workers=0", "wandb.mode=disabled"),
     *("spatial.target_spacing=[0.75,0.096,0.1875]", "spatial.image_size=[8,24,32]"),
-    *("method.predictor_depth=1", "method.predictor_width=32", "train.global_batch_size=4"),
-    *("train.per_core_batch_size=4", "train.max_steps=8", "train.val_every_steps=4"),
+    *(*JEPA, *PENALTY, "method.predictor_depth=1", "method.predictor_width=32", "train.max_steps=8"),
+    *("train.global_batch_size=4", "train.per_core_batch_size=4", "train.val_every_steps=4"),
     *("train.ckpt_every_steps=4", "train.log_every_steps=1", "train.keep_last=1"),
-    *("optim.base_lr=5e-4", "method.neighbour_weight=0"),
-    *("model.rope=interleaved", "train.use_bf16=false"),  # as the run began
+    *("optim.base_lr=5e-4", "model.rope=interleaved", "train.use_bf16=false"),  # as the run began
 )
 ENCODER = vit3d.Size(1, 12, 1)  # of formats.tar.xz
 CHECKPOINT = "run/checkpoints/step_00000004.pt"

@@ -137,15 +137,13 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
     if is_uniform and recipe.masks != ("uniform",):
         needed = needed if recipe.masks else ()
         reason = f"recipe {name} and mask_ratio" if recipe.masks else f"recipe {name}, which draws no masks"
-        for key in BLOCK_KEYS:
-            value = getattr(method, key)
-            _require(value is None, f"method.{key}", f"null with {reason}", value)
+        given = [key for key in BLOCK_KEYS if getattr(method, key) is not None]
+        _require(not given, f"method.{', method.'.join(given)}", f"null with {reason}", "values")
     if recipe.ema == "cosine":
         needed = (*needed, "ema_base")
-    for key in needed:
-        value = getattr(method, key)
-        kind = "at least one family" if key == "mask_blocks" else "a number"
-        _require(value not in (None, []), f"method.{key}", f"{kind} with recipe {name}", value)
+    missing = [key for key in needed if getattr(method, key) in (None, [])]
+    kind = "at least one family" if missing == ["mask_blocks"] else "a value"
+    _require(not missing, f"method.{', method.'.join(missing)}", f"{kind} with recipe {name}", "none")
     if not is_uniform or not recipe.masks:
         ratio = method.mask_ratio
         _require(ratio is None, "method.mask_ratio", f"null with recipe {name}", ratio)

@@ -163,11 +163,11 @@ def masked(snapshot: Snapshot, plane: int, image: np.ndarray) -> np.ndarray:
 
 
 def token_kinds(snapshot: Snapshot) -> np.ndarray:
-    """OUTSIDE the scan, CONTEXT, TARGET or NEITHER for every token [N]; padding fills slots of both sets."""
+    """OUTSIDE the scan, CONTEXT, TARGET or NEITHER of a token [N]; where all are targets, none is hidden."""
     kinds = np.full(len(snapshot.valid), NEITHER)
     kinds[snapshot.context] = CONTEXT
-    kinds[snapshot.target] = TARGET
-    kinds[snapshot.valid == 0] = OUTSIDE
+    kinds[snapshot.target] = TARGET if len(snapshot.target) < len(kinds) else CONTEXT
+    kinds[snapshot.valid == 0] = OUTSIDE  # padding fills slots of both sets
     return kinds
 
 

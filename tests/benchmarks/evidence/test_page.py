@@ -46,9 +46,12 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 200)
 
 
+GOOD = "surroundings", "vjepa2", "parity", "no_neighbours"
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scores of three seeds: vjepa2 good, the other recipes noise, ablations partly run."""
+    """Scores of three seeds: GOOD, the other recipes noise, ablations partly run."""
     root = tmp_path_factory.mktemp("finished")
     truth, rng = small_truth(48), np.random.default_rng(3)
     known = np.concatenate([np.eye(4)[truth.label], truth.thickness_um], axis=1)
@@ -58,7 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Plan(root, 60.0, 3, {a.name: 7 for a in ARMS}).save()
     for arm in (RANDOM_ARM, *(arm for arm in ARMS if arm.name != "device_balanced")):
         for seed in range(3):
-            scores = good if arm.name in ("vjepa2", "parity", "no_neighbours") else noise[seed]
+            scores = good if arm.name in GOOD else noise[seed]
             facts = {"name": arm.name, "seed": seed, "rankme": 50.0 + seed, "steps": 7, "alarms": seed}
             save_scores(run_dir(root, arm, seed), scores, facts)
     for number, name in enumerate(("voxel_pca", "1024_random_of_27", "place")):
@@ -74,7 +77,7 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert out.read_text() == text + "\n"
     table = json.loads((finished / "table.json").read_text())
     rows = {r["name"]: r for r in table["rows"]}
-    value, (low, high), doubt = rows["vjepa2"]["tasks"]["classes"]["against"]["random"]
+    value, (low, high), doubt = rows["surroundings"]["tasks"]["classes"]["against"]["random"]
     assert 0.3 < low < value < high
     assert not doubt
     assert value == pytest.approx(1 - rows["random"]["tasks"]["classes"]["score"])
@@ -83,11 +86,12 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     assert f"| {', '.join(f'{score:.3f}' for score in by_seed)} |" in text
     assert min(by_seed) < max(by_seed)
     assert rows["parity"]["tasks"]["classes"]["against"]["vjepa2"][1] == [0.0, 0.0]
-    facts = rows["vjepa2"]["facts"]
+    facts = rows["surroundings"]["facts"]
     assert (facts["rankme"], facts["alarms"], facts["seconds_per_step"]) == (51.0, 1.0, None)
     assert "Not run: as many volumes of each device." in text
     best = table["best_free"]["thickness"]
-    assert set(rows["no_neighbours"]["tasks"]["thickness"]["against"]) == {*CONTROLS, "vjepa2", best}
+    against = rows["no_neighbours"]["tasks"]["thickness"]["against"]
+    assert set(against) == {*CONTROLS, "surroundings", "vjepa2", best}
     assert [row["name"] for row in table["rows"] if row["factor"] == "baseline"] == [
         "voxel_pca", "1024_random_of_27", "place"
     ]  # fmt: skip
@@ -98,19 +102,16 @@ def test_a_claim_is_above_every_control(finished: Path, tmp_path: Path) -> None:
     """One control that does as well takes the claim away, and the page names it."""
     before = write_results(finished, tmp_path / "results.md").partition("and all controls")[2]
     shown = before.splitlines()
-    assert all(
-        "Shown: vjepa2, vicreg 0.05, neighbours 1 (as shipped) (at least +" in line for line in shown[2:8]
-    )
+    assert all("Shown: surroundings (as shipped) (at least +" in line for line in shown[2:8])
     root = tmp_path / "level"
     shutil.copytree(finished, root)
     for seed in range(3):
-        good, facts = load_scores(run_dir(root, arm_by_name("vjepa2"), seed))
-        save_scores(run_dir(root, arm_by_name("mismatched_latents"), seed), good, facts)
-    shutil.rmtree(root / "runs" / "penalty_only")
+        good, facts = load_scores(run_dir(root, arm_by_name("surroundings"), seed))
+        save_scores(run_dir(root, arm_by_name("mismatched_targets"), seed), good, facts)
     after = write_results(root, tmp_path / "level.md").partition("and all controls")[2]
     lines = after.splitlines()[2:8]
     assert all("Shown: none." in line for line in lines)
-    short = "as shipped): not above penalty_only not run, mismatched_latents +0.000 (+0.000 to +0.000)"
+    short = "as shipped): not above mismatched_targets +0.000 (+0.000 to +0.000)"
     assert all(short in line for line in lines)
     # another arm's controls are its own, of which this one's penalty alone cannot be
     own = (
@@ -131,7 +132,7 @@ def test_what_an_encoder_free_row_holds_is_no_claim(finished: Path, tmp_path: Pa
     """A store where local voxels suffice: the row without an encoder is as good as the recipe."""
     root = tmp_path / "local"
     shutil.copytree(finished, root)
-    good, _ = load_scores(run_dir(root, arm_by_name("vjepa2"), 0))
+    good, _ = load_scores(run_dir(root, arm_by_name("surroundings"), 0))
     row = root / BASELINES / "1024_random_of_27"
     facts = {"name": row.name, "label": "1,024 random features", "number": 1}
     save_scores(row, good, facts)
@@ -145,7 +146,7 @@ def test_what_an_encoder_free_row_holds_is_no_claim(finished: Path, tmp_path: Pa
 def test_one_lucky_seed_of_three_is_no_claim(finished: Path) -> None:
     """Its participants alone would make it one."""
     plan = Plan.load(finished)
-    random, good = (read_arm(plan, a) for a in (RANDOM_ARM, arm_by_name("vjepa2")))
+    random, good = (read_arm(plan, a) for a in (RANDOM_ARM, arm_by_name("surroundings")))
     lucky = replace(random, seeds=[good.seeds[0], *random.seeds[1:]])
     draws_SP = people_draws(len(random.seeds[0][0].parts["classes"].participants))
     value, (low, high), _ = difference(lucky, random, "classes", draws_SP)
@@ -187,7 +188,7 @@ def test_eleven_people_a_class_are_no_claim(finished: Path) -> None:
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:
     plan = replace(Plan.load(finished), root=tmp_path)
-    for arm, commit in (("vjepa2", "b"), ("control", "a"), ("mae", "b+changes")):
+    for arm, commit in (("surroundings", "b"), ("control", "a"), ("mae", "b+changes")):
         folder = run_dir(tmp_path, arm_by_name(arm), 0)
         folder.mkdir(parents=True)
         (folder / "provenance.json").write_text(json.dumps({"commit": commit}))
@@ -202,7 +203,7 @@ def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> No
         (["run", "--budget", "nan"], "--budget: expected a number above 0, found nan"),
         (["run", "--budget", "inf"], "--budget: expected a number above 0, found inf"),
         (["run", "--steps", "1"], "--steps: expected 2 or more, found 1"),
-        (["run", "--steps", "2", "--only", "foo"], "--only: expected some of vjepa2, "),
+        (["run", "--steps", "2", "--only", "foo"], "--only: expected some of surroundings, "),
         (["calibrate", "--jobs", "-1"], "--jobs: expected 1 or more, found -1"),
         (["data", "--evaluation", "0"], "--evaluation: expected 1 or more, found 0"),
     ],
@@ -219,7 +220,7 @@ def test_without_scores_there_is_no_table(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"plan\.json: expected the plan of a run"):
         write_results(tmp_path, tmp_path / "results.md")
     Plan(tmp_path, 60.0, 3, {}).save()
-    with pytest.raises(UserError, match=r"found none of random, vjepa2, control$"):
+    with pytest.raises(UserError, match=r"found none of random, surroundings, control$"):
         write_results(tmp_path, tmp_path / "results.md")
 
 

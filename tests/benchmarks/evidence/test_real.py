@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.evidence import cli as evidence
-from benchmarks.evidence.arms import CONFIG, CONTROLS, arm_by_name, arm_config, run_dir
+from benchmarks.evidence.arms import CONFIG, CONTROLS, REFERENCE, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
 from benchmarks.evidence.scores import save_scores, score
@@ -67,13 +67,13 @@ def made(eyes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, real = tmp_path_factory.mktemp("made"), prepare.main
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "main", lambda words: real([*words, "--workers", "0"]))
-        cfg = arm_config(arm_by_name("vjepa2"), 0, 2, root, GEOMETRY)
+        cfg = arm_config(arm_by_name(REFERENCE), 0, 2, root, GEOMETRY)
         make_real_data(root, eyes, cfg, CONFIG, GEOMETRY)
     return root
 
 
 def test_labels_of_voxels_become_the_occupancy_of_tokens(eyes: Path, made: Path) -> None:
-    cfg, truth = arm_config(arm_by_name("vjepa2"), 0, 2, made, GEOMETRY), read_truth(made)
+    cfg, truth = arm_config(arm_by_name(REFERENCE), 0, 2, made, GEOMETRY), read_truth(made)
     assert truth.classes == ("",)
     assert truth.thickness_um.shape[1] == 0
     table = read_table(eyes)
@@ -210,7 +210,7 @@ def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_whole_command_on_labelled_eyes(eyes: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference is trained; the controls have been scored (test_arms.py trains them)."""
-    cfg = arm_config(arm_by_name("vjepa2"), 0, 2, made, GEOMETRY)
+    cfg = arm_config(arm_by_name(REFERENCE), 0, 2, made, GEOMETRY)
     truth, rng = read_truth(made), np.random.default_rng(0)
     for name in CONTROLS[1:]:
         guess = rng.normal(size=(*truth.tokens.shape, 3))
@@ -219,11 +219,11 @@ def test_the_whole_command_on_labelled_eyes(eyes: Path, made: Path, monkeypatch:
     changes = [word for change in GEOMETRY for word in ("--change", change)]
     copies_of_jobs(monkeypatch)
     words = ["real", "--data", str(eyes), "--root", str(made), "--steps", "2", "--seeds", "1"]
-    assert evidence.main([*words, "--only", "vjepa2", *changes]) == 0
+    assert evidence.main([*words, "--only", REFERENCE, *changes]) == 0
     rows = {row["name"]: row for row in json.loads((made / "table.json").read_text())["rows"]}
-    assert {"vjepa2", *CONTROLS} <= set(rows)
-    assert (made / "runs" / "vjepa2" / "seed_0" / "checkpoints").is_dir()
-    assert set(rows["vjepa2"]["tasks"]) == {"occupancy", "occupancy_hidden"}
+    assert {REFERENCE, *CONTROLS} <= set(rows)
+    assert (made / "runs" / REFERENCE / "seed_0" / "checkpoints").is_dir()
+    assert set(rows[REFERENCE]["tasks"]) == {"occupancy", "occupancy_hidden"}
     assert {"place", "own_voxels", "27_patches", "1024_random_of_27"} < set(rows)
     page = (made / "real.md").read_text()
     assert "`python -m benchmarks.evidence real --data FOLDER --steps 2 --seeds 1 --only " in page

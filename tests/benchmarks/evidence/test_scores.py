@@ -285,22 +285,22 @@ def test_curves_are_scored_once_and_written(tmp_path: Path, monkeypatch: pytest.
     truth = small_truth()
     whole = {
         name: score(truth, None, lambda _, share=share: noisy(truth, share), (2, 2, 2))
-        for name, share in (("vjepa2", 0.9), ("place", 0.3))
+        for name, share in (("surroundings", 0.9), ("place", 0.3))
     }
     rows = [
-        Scored("vjepa2", "the recipe", "recipe", [(whole["vjepa2"], {})]),
+        Scored("surroundings", "the recipe", "recipe", [(whole["surroundings"], {})]),
         Scored("place", "a row without an encoder", "baseline", [(whole["place"], {})]),
     ]
     asked = []
 
     def scorer(name: str, seed: int) -> Callable[[Truth], Scores]:
         asked.append(name)
-        features = noisy(truth, 0.9 if name == "vjepa2" else 0.3)
+        features = noisy(truth, 0.9 if name == "surroundings" else 0.3)
         return lambda labels: score(labels, None, lambda _: features, (2, 2, 2))
 
     score_curves(tmp_path, truth, rows, scorer)
     score_curves(tmp_path, truth, rows, scorer)
-    assert asked == ["vjepa2", "place"]
+    assert asked == ["surroundings", "place"]
     page = write_curves(tmp_path, truth, rows)
     assert page.count("## ") == 2
     line = next(line for line in page.splitlines() if line.startswith("| the recipe"))

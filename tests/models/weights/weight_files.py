@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import VJEPA2Model
 
+from benchmarks.evidence.arms import VJEPA2
 from data_setup.resample import NEAREST
 from data_setup.store.format import NORMALISATION as STORE_NORMALISATION
 from models.predictor import Predictor3D
@@ -67,7 +68,8 @@ def modules(path: Path, **heads: int) -> tuple[VisionTransformer3D, VisionTransf
 def config(*overrides: str, path: Path = SMOKE) -> Config:
     """Grid 2 x 4 x 4 of patches 4 x 8 x 8, which `tiny` fits."""
     base = ["spatial.image_size=[8,32,32]", "spatial.patch_size=[4,8,8]", "model.size=ti"]
-    base += ["method.predictor_width=64", "method.predictor_depth=2", "method.neighbour_weight=0"]
+    base += [*(VJEPA2 if path == SMOKE else ()), "method.predictor_width=64", "method.predictor_depth=2"]
+    base += ["method.neighbour_weight=0"]
     return load_config(path, [*base, *overrides])
 
 

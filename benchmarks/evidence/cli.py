@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.evidence.arms import (
     CONFIG,
-    CONTROLS,
     RANDOM,
     REFERENCE,
     SCRATCH,
@@ -30,7 +29,7 @@ from benchmarks.evidence.differences import read_rows, training_facts
 from benchmarks.evidence.options import parse, refuse_mistakes
 from benchmarks.evidence.page import write_results
 from benchmarks.evidence.patches import PATCHES
-from benchmarks.evidence.queue import BASELINES, Plan, Queue, jobs_of
+from benchmarks.evidence.queue import BASELINES, Plan, Queue, jobs_of, with_compared
 from benchmarks.evidence.real import make_real_data, refuse_real
 from benchmarks.evidence.scores import Baseline, baseline_features, encoder_features, save_scores, score
 from benchmarks.evidence.scratch import scratch_scores
@@ -137,11 +136,8 @@ def run(root: Path, args: argparse.Namespace) -> None:
 
 
 def trained_of(only: str | None) -> list[str] | None:
-    """The arms that a run with `--only` trains: these, the reference and its controls; None: all."""
-    if only is None:
-        return None
-    asked = [name for name in only.split(",") if name not in SCRATCH]
-    return list(dict.fromkeys([REFERENCE, *(name for name in CONTROLS if name != RANDOM), *asked]))
+    """The arms that a run with `--only` trains: these and what they refer to; None: all."""
+    return None if only is None else [a.name for a in TRAINED if a.name in with_compared(only.split(","))]
 
 
 def real(root: Path, args: argparse.Namespace) -> None:

@@ -126,6 +126,11 @@ def page_of(table: Results, plan: Plan) -> str:
             ),
             *score_tables(table.rows, RANDOM),
             *score_tables([r for r in trained if r.name != REFERENCE], REFERENCE),
+            *(
+                line
+                for name in dict.fromkeys(r.compared_with for r in trained if r.compared_with != REFERENCE)
+                for line in score_tables([r for r in trained if r.compared_with == name], name)
+            ),
             training_table(trained),
             *(["", f"Not run: {', '.join(not_run)}."] if not_run else []),
         ]

@@ -157,8 +157,13 @@ def jobs_of(plan: Plan, only: Collection[str] | None = None) -> list[Job]:
     jobs = [Job(None, 0, plan.root / BASELINES, needs=needs)]
     first = [RANDOM_ARM, *(arm for arm in SCRATCH_ARMS if only is None or arm.name in only)]
     jobs += [Job(arm, s, run_dir(plan.root, arm, s)) for arm in first for s in range(plan.seeds)]
-    arms = ARMS if only is None else [a for a in TRAINED if a.name in {*only, REFERENCE, *CONTROLS}]
+    arms = ARMS if only is None else [a for a in TRAINED if a.name in with_compared(only)]
     return jobs + [Job(a, s, run_dir(plan.root, a, s)) for s in range(plan.seeds) for a in arms]
+
+
+def with_compared(only: Collection[str]) -> set[str]:
+    """These arms and what their claims refer to."""
+    return {*only, *(arm_by_name(name).compared_with for name in only), REFERENCE, *CONTROLS}
 
 
 class Queue:

@@ -32,6 +32,7 @@ from utils.runtime.open import open_runtime
 from utils.runtime.single import Runtime
 
 EPOCHS, LEAST_STEPS, BATCH, CLIP = 10, 200, 8, 1.0  # few labels have more epochs: an update is one of 8
+RATE = 1e-3
 FLOOR = 1e-6
 CNN_WIDTH = 96
 Masks = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -107,7 +108,8 @@ def one_fold(
     torch.manual_seed(seed)
     trunk = SmallCNN(cfg.spatial.patch_size) if kind.startswith("cnn") else build_encoder(cfg)
     heads = Heads(trunk, len(truth.classes), thickness.shape[1], truth.occupancy.shape[2]).to(runtime.device)
-    optimizer = torch.optim.AdamW(heads.parameters(), cfg.optim.base_lr, weight_decay=cfg.optim.weight_decay)
+    optim = replace(cfg.optim, base_lr=RATE)
+    optimizer = torch.optim.AdamW(heads.parameters(), optim.base_lr, weight_decay=cfg.optim.weight_decay)
     order = np.random.default_rng(seed)
     steps = -(-int(train.sum()) // BATCH)
     best: dict[str, tuple[float, Part]] = {}
@@ -120,7 +122,7 @@ def one_fold(
         _loss(truth, at, _outputs(heads.train(), cfg, store, truth, at, runtime), scales).backward()
         nn.utils.clip_grad_norm_(heads.parameters(), CLIP)
         for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(cfg.optim, step, epochs * steps)
+            group["lr"] = warmup_cosine(optim, step, epochs * steps)
         optimizer.step()
         if (step + 1) % (steps * max(1, epochs // EPOCHS)) == 0:
             with torch.no_grad():

@@ -137,12 +137,14 @@ def _check_masks(method: MethodConfig, recipe: Recipe) -> None:
     if is_uniform and recipe.masks != ("uniform",):
         needed = needed if recipe.masks else ()
         reason = f"recipe {name} and mask_ratio" if recipe.masks else f"recipe {name}, which draws no masks"
-        given = [key for key in BLOCK_KEYS if getattr(method, key) is not None]
-        _require(not given, f"method.{', method.'.join(given)}", f"null with {reason}", "values")
+        given = {key: value for key in BLOCK_KEYS if (value := getattr(method, key)) is not None}
+        names, values = ", method.".join(given), ", ".join(map(str, given.values()))
+        _require(not given, f"method.{names}", f"null with {reason}", values)
     if recipe.ema == "cosine":
         needed = (*needed, "ema_base")
     missing = [key for key in needed if getattr(method, key) in (None, [])]
     kind = "at least one family" if missing == ["mask_blocks"] else "a value"
+    kind += ", or method.mask_ratio," if not is_uniform and "uniform" in recipe.masks else ""
     _require(not missing, f"method.{', method.'.join(missing)}", f"{kind} with recipe {name}", "none")
     if not is_uniform or not recipe.masks:
         ratio = method.mask_ratio

@@ -85,7 +85,7 @@ def draw_eye(figure: FigureBase, snapshot: Snapshot) -> None:
     colour = colours[plane // patch[0]].repeat(patch[1], axis=0).repeat(patch[2], axis=1)
     titles = {
         "one B-scan of one eye, as it was prepared": image,
-        "blue: the encoder sees it; orange: it is predicted": masked(snapshot, plane, image),
+        "blue: the encoder sees it; orange, if any: hidden and predicted": masked(snapshot, plane, image),
         "features of the encoder: similar colours, similar features": 0.7 * colour + 0.3 * image[..., None],
     }
     axes = figure.subplots(len(titles), 1, sharex=True, sharey=True)

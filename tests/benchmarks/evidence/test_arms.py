@@ -258,17 +258,16 @@ def test_the_queue_runs_in_order_pins_and_records_failures(tmp_path: Path) -> No
 
 def test_a_run_of_another_recipe_is_not_taken_for_its_arm(tmp_path: Path) -> None:
     """Arms keep their names when the shipped recipe changes; a run's own file says what it was."""
-    plan = Plan(tmp_path, 1.0, 1, {REFERENCE: 7})
-    job = Job(arm_by_name(REFERENCE), 0, run_dir(tmp_path, arm_by_name(REFERENCE), 0))
+    arm = arm_by_name("vjepa2")
+    plan, job = Plan(tmp_path, 1.0, 1, {"vjepa2": 7}), Job(arm, 0, run_dir(tmp_path, arm, 0))
     job.folder.mkdir(parents=True)
     (job.folder / "scores.json").write_text("{}")
-    text = to_yaml(arm_config(arm_by_name(REFERENCE), 0, 7, Path("/another/place")))
+    text = to_yaml(arm_config(arm, 0, 7, Path("/another/place")))
     (job.folder / "config.yaml").write_text(text)
     Queue(plan, 1).run([job])  # nothing to do: other places are no other recipe
-    (job.folder / "config.yaml").write_text(text.replace("  base_lr: 0.002\n", "  base_lr: 0.001\n"))
-    with pytest.raises(
-        UserError, match=r"optim\.base_lr: expected 0\.002 of the arm surroundings, found 0\.001"
-    ):
+    (job.folder / "config.yaml").write_text(text.replace("  neighbour_weight: 1.0\n", ""))  # of earlier
+    words = r"method\.neighbour_weight: expected 1\.0 of the arm vjepa2, found 0\.0"
+    with pytest.raises(UserError, match=words):
         Queue(plan, 1).run([job])
 
 
@@ -296,6 +295,7 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
 
     assert names(["mae_plain"]) == [BASELINES, "random", REFERENCE, *CONTROLS[1:], "mae_plain"]
     assert names([]) == [BASELINES, "random", REFERENCE, *CONTROLS[1:]]
+    assert names(["mean_ascans"])[-2:] == ["vjepa2", "mean_ascans"]  # it changes one thing of the first
     assert names([SCRATCH[0]]) == [BASELINES, "random", SCRATCH[0], REFERENCE, *CONTROLS[1:]]
     assert names(None) == [BASELINES, "random", *SCRATCH, *(arm.name for arm in ARMS)]
     # an image model that is asked for later makes the baselines' job one that is not done

@@ -89,6 +89,7 @@ def test_the_table_says_what_wins_and_what_does_not(finished: Path, tmp_path: Pa
     facts = rows["surroundings"]["facts"]
     assert (facts["rankme"], facts["alarms"], facts["seconds_per_step"]) == (51.0, 1.0, None)
     assert "Not run: as many volumes of each device." in text
+    assert text.count("| minus vjepa2 |") == 6  # its ablations, each task and readout
     best = table["best_free"]["thickness"]
     against = rows["no_neighbours"]["tasks"]["thickness"]["against"]
     assert set(against) == {*CONTROLS, "surroundings", "vjepa2", best}

@@ -38,7 +38,7 @@ from pretraining.resume import restore
 from pretraining.run import open_rows, open_run
 from pretraining.train import train
 from tests.support.model_factory import nano_model, small_config, token_ids, volumes
-from tests.support.pipeline_factory import WITH_WANDB, pipeline_config, stop_after
+from tests.support.pipeline_factory import SURROUNDINGS, WITH_WANDB, pipeline_config, stop_after
 from tests.support.process_factory import assert_same_run, metrics, weights, without_clock
 from tests.support.wandb_reader import run_ids
 from utils.checkpoint import CheckpointWriter, list_steps, load_checkpoint
@@ -566,10 +566,8 @@ def test_the_alarms_know_what_is_predicted(
     """Their weights start another run; where nothing is hidden no leak is measured."""
     built, real = [], loop.Gauges
     monkeypatch.setattr(loop, "Gauges", lambda *a, **k: built.append(real(*a, **k)) or built[-1])
-    no_masks = [f"method.{key}=null" for key in ("context_ratio", "target_ratio", "mask_blocks")]
-    changes = [] if recipe == "vjepa2" else [f"method.recipe={recipe}", "method.regulariser=none"]
-    changes += [] if recipe == "vjepa2" else ["method.regulariser_weight=0"]
-    changes += ["method.neighbour_weight=0", *no_masks] if recipe == "surroundings" else []
+    mae = ("method.recipe=mae", "method.regulariser=none", "method.regulariser_weight=0")
+    changes = {"vjepa2": (), "mae": mae, "surroundings": SURROUNDINGS}[recipe]
     run, other = tmp_path / f"alarms_{recipe}", tmp_path / f"from_{recipe}"
     assert train(pipeline_config(folder, f"run.dir={run}", "train.max_steps=1", *changes)) == 0
     assert [g.alarms.has_fixed_targets for g in built] == [recipe != "vjepa2"]

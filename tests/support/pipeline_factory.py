@@ -17,6 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "configs" / "smoke_test.yaml"
 # Of a run whose W&B files are read, or could break it: W&B takes longer than the eight steps of such a run.
 WITH_WANDB = "wandb.mode=offline"
+# after VJEPA2: what the demo has
+SURROUNDINGS = (
+    *("method.recipe=surroundings", "method.regulariser=none", "method.regulariser_weight=0"),
+    *("method.neighbour_weight=0", "method.mask_blocks=null"),
+    *("method.context_ratio=null", "method.target_ratio=null"),
+)
 
 
 def make_phantom(root: Path, participants: int = 12, *extra: str) -> Path:

@@ -16,13 +16,14 @@ from data_setup import prepare
 from models import vit3d
 from models.vjepa3d import VJEPA3D
 from pretraining import train as loop
-from tests.support.pipeline_factory import SMOKE, make_phantom
+from tests.support.pipeline_factory import SMOKE, SURROUNDINGS, make_phantom
 from utils.config.load import load_config
 from utils.report.run_files import _series
 
 # one seed in CI; the others belong to the soak
 SEEDS = [pytest.param(seed, marks=pytest.mark.soak if seed else pytest.mark.slow) for seed in range(3)]
 STEPS = 200
+BESIDE = ("method.neighbour_weight=1",)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +70,13 @@ def small_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vit3d.SIZES, "ti", vit3d.Size(4, 96, 3))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_healthy_runs_never_alarm(folder: Path, seed: int) -> None:
-    alarms, series = run(folder, "healthy", seed)
+HEALTHY = [pytest.param(*one.values, (), marks=one.marks) for one in SEEDS]
+HEALTHY += [pytest.param(0, SURROUNDINGS, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("seed", "words"), HEALTHY)
+def test_healthy_runs_never_alarm(folder: Path, seed: int, words: tuple[str, ...]) -> None:
+    alarms, series = run(folder, f"healthy_{len(words)}", seed, *words)
     assert alarms == []
     assert {value for name in ("collapse", "leak") for _, value in series[f"alarm/{name}"]} == {0}
 
@@ -93,15 +98,18 @@ def test_gradient_through_the_target_alarms(folder: Path, seed: int, monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("control", "weight"),
-    [("penalty_only", 1), ("mismatched_targets", 1), ("mismatched_targets", 0), ("frozen_predictor", 1)],
+    ("control", "changes"),
+    [
+        *(("penalty_only", BESIDE), ("mismatched_targets", BESIDE), ("frozen_predictor", BESIDE)),
+        *(("mismatched_targets", ("method.neighbour_weight=0",)), ("mismatched_targets", SURROUNDINGS)),
+    ],
 )
 def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
-    folder: Path, control: str, weight: int, monkeypatch: pytest.MonkeyPatch
+    folder: Path, control: str, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At no validation, whatever the moving estimate says; with and without the loss of neighbours."""
     monkeypatch.setattr("pretraining.run.VAL_FRACTION", 0.6)  # a validation that skill can rest on
-    words = [f"method.neighbour_weight={weight}", "train.max_steps=120", "train.val_every_steps=40"]
+    words = [*changes, "train.max_steps=120", "train.val_every_steps=40"]
     if control != "frozen_predictor":
         words.append(f"method.control={control}")
     else:
@@ -114,7 +122,7 @@ def test_a_prediction_that_learned_nothing_of_the_volume_has_no_skill(
             return opened
 
         monkeypatch.setattr(loop, "open_run", frozen)
-    _, series = run(folder, f"{control}_{weight}", 0, *words)
+    _, series = run(folder, f"{control}_{changes[0][-1]}", 0, *words)
     skills = [value for _, value in series["val/skill_position"]]
     assert len(skills) == 4
     assert max(skills) <= 0.02

@@ -198,7 +198,7 @@ def test_methods_has_no_loss_of_neighbours() -> None:
             ["method.neighbour_weight: expected 0 where the encoder computes all tokens"],
         ),
         ([*MAE, "method.mask_ratio=0.6"], ["method.mask_blocks: expected null with recipe mae and"]),
-        ([*MAE, *ALL_TOKENS], ["method.mask_blocks: expected a value, or method.mask_ratio, with recipe mae"]),
+        ([*MAE, *ALL_TOKENS], ["mask_blocks: expected a value, or method.mask_ratio, with recipe mae"]),
         ([*MAE, "method.mask_blocks=[]"], ["method.mask_blocks: expected at least one family"]),
         (
             ["method.control=penalty_only", "method.regulariser=none", "method.regulariser_weight=0"],

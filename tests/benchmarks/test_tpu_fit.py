@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.evidence.arms import JEPA
 from benchmarks.tpu_fit import cli as tpu_fit
 from benchmarks.tpu_fit.compile import collectives, shape_bytes, unpack_booleans, wanted_bytes
 from benchmarks.tpu_fit.env import environment, requirements
@@ -273,7 +274,8 @@ def test_a_program_too_large_for_a_chip_is_no_crash(tmp_path: Path) -> None:
 
 def fit_small_step(folder: Path, *options: str) -> dict[str, Any]:
     """The row of one volume a chip, ViT-Ti, on four chips."""
-    tiny = ["spatial.image_size=[8,32,32]", "method.predictor_depth=1", "train.per_core_batch_size=1"]
+    tiny = [*JEPA, "method.neighbour_weight=1", "spatial.image_size=[8,32,32]", "method.predictor_depth=1"]
+    tiny += ["train.per_core_batch_size=1"]
     command = ["--config", str(ROOT / "configs/smoke_test.yaml"), "--topology", "v4-8"]
     options = ("model.tpu_attention=flash", "train.use_bf16=false", "train.global_batch_size=4", *options)
     with pytest.MonkeyPatch.context() as patch:

@@ -52,7 +52,7 @@ def test_two_runs_are_drawn_side_by_side(
     for words, code in ((runs, 0), ([*runs, "--row", "9"], 2), ([runs[0], str(tmp_path)], 2)):
         monkeypatch.setattr("sys.argv", ["draw_collapse", *words])
         with pytest.raises(SystemExit) as end:
-            runpy.run_module("docs.draw_collapse", run_name="__main__", alter_sys=True)
+            runpy.run_module("docs.draw.collapse", run_name="__main__", alter_sys=True)
         assert end.value.code == code
     drawn = {path.name for path in (tmp_path / "collapsed").glob("*.png")}
     assert drawn == {"collapse_gauges.png", "collapse_features.png"}

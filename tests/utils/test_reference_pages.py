@@ -124,7 +124,7 @@ def test_nothing_is_no_number_of_minutes(
 
 
 ERRORS_CANNOT_BE_THE_USERS = {  # they read no file of a user, or start where nothing is installed
-    "docs.draw_architecture", "docs.write_pages",
+    "docs.draw.architecture", "docs.write_pages",
     "benchmarks.tpu_fit.compile", "utils.doctor",
 }  # fmt: skip
 

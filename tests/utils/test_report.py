@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks.phantom_truth import verdict as verdict_of_truth
-from docs import draw_overview
+from docs.draw import overview as draw_overview
 from tests.support.report_factory import GRID, PATCH, evaluation_json, own_part, write_run, write_snapshot
 from utils.errors import UserError
 from utils.report.cli import main, summary

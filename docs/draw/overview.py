@@ -1,4 +1,4 @@
-"""Draw docs/pictures/overview.png and masks.png: `python -m docs.draw_overview [--run DIR] [--row N]`.
+"""Draw docs/pictures/overview.png and masks.png: `python -m docs.draw.overview [--run DIR] [--row N]`.
 
 In: a run on the phantom, whose snapshots are of two steps at least, with its store and tree. The same eye is
 rendered again at the resolution of the device. Out: the pictures of the documents, the second where
@@ -37,7 +37,7 @@ from utils.report.pictures import (
 )
 
 GAMMA = 0.7  # the vitreous and the choroid of a B-scan are dark in print
-FOLDER = Path(__file__).resolve().parent / "pictures"
+FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 
 
 def overview(
@@ -175,7 +175,7 @@ def draw_docs(run: Path, folder: Path, row: int | None = None) -> list[Path]:
 def main(argv: Sequence[str] | None = None, folder: Path = FOLDER) -> None:
     """Draw the pictures of the documents from a run on the phantom."""
     parser = Parser(
-        prog="python -m docs.draw_overview",
+        prog="python -m docs.draw.overview",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

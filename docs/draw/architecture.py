@@ -1,4 +1,4 @@
-"""Draw docs/pictures/architecture.png: `python -m docs.draw_architecture`. A box is a room."""
+"""Draw docs/pictures/architecture.png: `python -m docs.draw.architecture`. A box is a room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from utils.help_pages import Parser
 
-FOLDER = Path(__file__).resolve().parent / "pictures"
+FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 COLOURS = {"data": "#cfe3f7", "model": "#fbe0c3", "train": "#d7ecd4", "use": "#e6d9f2", "file": "#f2f2f2"}
 # name, what it does, kind, column, row
 BOXES = (
@@ -73,7 +73,7 @@ def draw() -> Figure:
 
 if __name__ == "__main__":
     Parser(
-        prog="python -m docs.draw_architecture",
+        prog="python -m docs.draw.architecture",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()

@@ -1,4 +1,4 @@
-"""Two runs side by side: `python -m docs.draw_collapse HEALTHY_RUN COLLAPSED_RUN [--row N] [--out FOLDER]`.
+"""Two runs side by side: `python -m docs.draw.collapse HEALTHY_RUN COLLAPSED_RUN [--row N] [--out FOLDER]`.
 
 In: two run directories of one store (docs/guides/checkpoints.md has the commands). Out, in the folder of the
 second: collapse_gauges.png, the gauges of both over the optimizer step, and collapse_features.png, three
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.decomposition import PCA
 
-from docs.draw_overview import GAMMA
+from docs.draw.overview import GAMMA
 from utils.cli import number_from, run_cli
 from utils.errors import UserError
 from utils.help_pages import Parser
@@ -98,7 +98,7 @@ def show_components(axes: Sequence[Axes], snapshot: Snapshot, plane: int) -> Non
 def main() -> None:
     """Draw both pictures from the two runs of the command line."""
     parser = Parser(
-        prog="python -m docs.draw_collapse",
+        prog="python -m docs.draw.collapse",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,6 +1,6 @@
 """The rules of a configuration that a type cannot say: bounds of single keys, and rules that join keys.
 
-In: a `Config` of the right types. Out: nothing, or a `ConfigError` that names the first key, or keys, that are wrong.
+In: a `Config` of the right types. Out: nothing, or a `ConfigError` that names the keys that are wrong.
 """
 
 from __future__ import annotations

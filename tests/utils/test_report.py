@@ -466,6 +466,8 @@ def test_masks_lie_on_their_patches(snapshot: Snapshot) -> None:
     every = replace(one, context=np.arange(len(one.valid)), target=np.arange(len(one.valid)))
     seen = bscan_with_masks(every, num_planes=16).axes[16 + 9].images[0].get_array()
     assert (seen[..., 2] > seen[..., 0])[:, :48].all()  # nothing is hidden: blue, where it is valid
+    titles = [axis.get_title(loc="left") for axis in draw_overview.overview(*FULL, every, every).axes]
+    assert "masked" not in titles[1]
     one.valid[token] = 0  # padding belongs to neither set
     assert not bscan_with_masks(one, num_planes=16).axes[16 + 9].images[0].get_array().any()
 

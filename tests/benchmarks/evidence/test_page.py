@@ -46,12 +46,10 @@ def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 200)
 
 
-GOOD = "surroundings", "vjepa2", "parity", "no_neighbours"
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Scores of three seeds: GOOD, the other recipes noise, ablations partly run."""
+    """Scores of three seeds: some recipes good, the others noise, ablations partly run."""
+    high = "surroundings", "vjepa2", "parity", "no_neighbours"
     root = tmp_path_factory.mktemp("finished")
     truth, rng = small_truth(48), np.random.default_rng(3)
     known = np.concatenate([np.eye(4)[truth.label], truth.thickness_um], axis=1)
@@ -61,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Plan(root, 60.0, 3, {a.name: 7 for a in ARMS}).save()
     for arm in (RANDOM_ARM, *(arm for arm in ARMS if arm.name != "device_balanced")):
         for seed in range(3):
-            scores = good if arm.name in GOOD else noise[seed]
+            scores = good if arm.name in high else noise[seed]
             facts = {"name": arm.name, "seed": seed, "rankme": 50.0 + seed, "steps": 7, "alarms": seed}
             save_scores(run_dir(root, arm, seed), scores, facts)
     for number, name in enumerate(("voxel_pca", "1024_random_of_27", "place")):

@@ -1,7 +1,7 @@
 """Prepare once: every listed DICOM volume, checked, on one grid, in the store that training reads.
 
     python -m data_setup.prepare --config configs/smoke_test.yaml
-    python -m data_setup.prepare --config configs/pretrain_oct_vjepa2.yaml data.gcs_root=TREE data.store=STORE
+    python -m data_setup.prepare --config configs/pretrain_oct_surroundings.yaml data.gcs_root=TREE
     python -m data_setup.prepare --config configs/smoke_test.yaml --verify
 
 In: the manifest (data.gcs_root), the grid (spatial). Out: the store at data.store, its index and

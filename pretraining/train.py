@@ -1,7 +1,7 @@
 """Train an encoder without labels on a prepared store; the same command goes on where it stopped.
 
     python -m pretraining.train --config configs/smoke_test.yaml
-    python -m pretraining.train --config configs/pretrain_oct_vjepa2.yaml data.store=STORE run.dir=runs/first
+    python -m pretraining.train --config configs/pretrain_oct_surroundings.yaml data.store=STORE
     torchrun --nproc-per-node=2 -m pretraining.train --config configs/smoke_test.yaml
 
 In: a prepared store. Out: a run directory with checkpoints, metrics and pictures. Running the same command

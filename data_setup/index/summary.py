@@ -21,7 +21,7 @@ from utils.storage import absolute, join
 
 NAMES = 3  # examples of a line
 # for a machine with an accelerator, and for one without
-CONFIGS = {True: "configs/pretrain_oct_vjepa2.yaml", False: "configs/smoke_test.yaml"}
+CONFIGS = {True: "configs/pretrain_oct_surroundings.yaml", False: "configs/smoke_test.yaml"}
 ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
 _SPACING, _AXES, _SHAPE = RejectReason.MISSING_SPACING, RejectReason.UNKNOWN_AXES, RejectReason.MISSING_SHAPE
 # what may be missing -> (of which volumes, keys of a YAML that say it, columns of the manifest)

@@ -50,11 +50,10 @@ BOUNDS = {  # metric: least, most, and what a value outside means
 }
 HEADLINE = {"collapse": "features collapse", "leak": "context sees targets"}
 TRY = {
-    "collapse": "try a lower optim.base_lr, method.regulariser vicreg or a larger method.regulariser_weight, "
-    "or a higher method.ema_base",
-    "leak": "check that context and target tokens are disjoint and that nothing hands the target to the "
-    "predictor",
+    "collapse": "try a lower optim.base_lr",
+    "leak": "check that context and target tokens are disjoint and that nothing hands the target over",
 }
+OF_LATENTS = ", method.regulariser vicreg or a larger method.regulariser_weight, or a higher method.ema_base"
 SIGNS = {
     "collapse": ("train/rankme", "val/rankme", "train/feature_std", "train/volume_share"),
     "leak": ("val/skill_position", "val/leak"),
@@ -82,6 +81,7 @@ class Alarms:
         self, has_fixed_targets: bool = False, has_neighbours: bool = False, has_hidden: bool = True
     ) -> None:
         self.has_fixed_targets, self.has_hidden = has_fixed_targets, has_hidden
+        self.advice = TRY if has_fixed_targets else TRY | {"collapse": TRY["collapse"] + OF_LATENTS}
         self.rank_fall = NEIGHBOUR_RANK_FALL if has_neighbours else RANK_FALL
         self.raised: list[Alarm] = []
         self._seen: dict[str, float] = {}  # the newest value of what a text shows
@@ -103,7 +103,7 @@ class Alarms:
                 alarm = name.removeprefix("alarm/")
                 words = [shown[key] for key in SIGNS[alarm] if self._holds(key) and key in shown]
                 numbers = ", ".join(f"{key} {self._seen[key]:.3g}" for key in SHOWN if key in self._seen)
-                text = f"{HEADLINE[alarm]}: {'; '.join(words)} (seen: {numbers}); {TRY[alarm]}"
+                text = f"{HEADLINE[alarm]}: {'; '.join(words)} (seen: {numbers}); {self.advice[alarm]}"
                 begun.append(Alarm(alarm, step, text))
         self.raised += begun
         return begun

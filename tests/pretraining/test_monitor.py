@@ -449,15 +449,13 @@ def test_only_a_skill_that_nothing_learned_reaches_is_a_leak() -> None:
     assert steps_of(2 * [{"val/skill_position": 0.96}]) == [("leak", 1)]
     assert steps_of([{"val/skill_position": 0.96}, {"val/skill_position": 0.94}]) == []
     assert steps_of(9 * [{"val/skill_position": 0.7}]) == []
-    spoilt = {"val/skill_position": float("nan")}
-    assert steps_of([spoilt, *2 * [{"val/skill_position": 0.99}]]) == [("leak", 2)]
+    assert steps_of([{"val/skill_position": x} for x in (float("nan"), 0.99, 0.99)]) == [("leak", 2)]
     # a moving estimate decides nothing
     assert steps_of(9 * [line(skill_position=0.99)]) == []
 
 
 def test_an_alarm_ends_and_may_begin_again() -> None:
-    alarms = Alarms()
-    states = []
+    alarms, states = Alarms(), []
     for step, std in enumerate([0.9, 0.05, 0.05, 0.05, 0.05, 0.9, 0.05, 0.05, 0.05]):
         alarms.update(step, line(feature_std=std))
         states.append(alarms.states()["alarm/collapse"])
@@ -466,15 +464,17 @@ def test_an_alarm_ends_and_may_begin_again() -> None:
 
 
 def test_it_says_what_it_saw_and_what_to_try() -> None:
-    alarms = Alarms()
+    alarms, fixed = Alarms(), Alarms(has_fixed_targets=True)
     for step, rank in enumerate([92.1, 6.3, 6.3, 6.3]):
         alarms.update(step, line(rankme=rank, feature_std=0.11))
+        fixed.update(step, line(rankme=rank / 4, feature_std=0.11))
     assert [alarm.text for alarm in alarms.raised] == [
         "features collapse: train/rankme fell from 92.1 to 6.3 (7% of its highest) (seen: train/rankme 6.3, "
         "train/feature_std 0.11, train/volume_share 0.6); try a lower "
         "optim.base_lr, method.regulariser vicreg or a larger method.regulariser_weight, or a higher "
         "method.ema_base"
     ]
+    assert fixed.raised[0].text.endswith("; try a lower optim.base_lr")  # it has neither penalty nor latents
     assert closing(alarms.raised) == [f"alarm at step 3: {alarms.raised[0].text}"]
     assert closing([]) == ["no alarm"]
 

@@ -50,10 +50,10 @@ BOUNDS = {  # metric: least, most, and what a value outside means
 }
 HEADLINE = {"collapse": "features collapse", "leak": "context sees targets"}
 TRY = {
-    "collapse": "try a lower optim.base_lr",
-    "leak": "check that context and target tokens are disjoint and that nothing hands the target over",
+    "collapse": "try a lower optim.base_lr, or method.regulariser vicreg with a larger weight",
+    "leak": "check the masks, and that nothing hands the target to the predictor",
 }
-OF_LATENTS = ", method.regulariser vicreg or a larger method.regulariser_weight, or a higher method.ema_base"
+OF_LATENTS = ", or a higher method.ema_base"
 SIGNS = {
     "collapse": ("train/rankme", "val/rankme", "train/feature_std", "train/volume_share"),
     "leak": ("val/skill_position", "val/leak"),

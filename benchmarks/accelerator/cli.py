@@ -20,7 +20,7 @@ fails or is out of time is a line, and the next one begins, with the time that e
   pretrain    three minutes of ViT-S on the phantom, its last gauges
   predict     seconds from a file to its answer
   truth       its answers beside the rows that need no encoder (benchmarks.phantom_truth)
-  input       the loader from a store of the recommended grid, over what the step takes
+  input       the loader from a store of that grid, over what the step takes
 --tiny: the same stages at sizes for a CPU. The sizes of a table's rows are in it.
 """
 

@@ -42,7 +42,7 @@ Kind = Literal["ours", "checkpointing", "plain", "reference", "methods"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is stepped: overrides of the recommended file, and the largest batch that is tried."""
+    """What is stepped: overrides of pretrain_oct_vjepa2.yaml, and the largest batch that is tried."""
 
     overrides: tuple[str, ...]
     most: int
@@ -61,7 +61,7 @@ TINY = Sizes(
 
 
 def configure(kind: Kind, sizes: Sizes, batch: int) -> Config:
-    """The recommended recipe at these sizes, its batch in one go."""
+    """Its recipe at these sizes, its batch in one go."""
     own = {"ours": (), "checkpointing": ("train.activation_checkpointing=true",), "methods": METHODS}
     size = f"train.global_batch_size={batch}", f"train.per_core_batch_size={batch}", "train.max_steps=1000"
     return load_config(CONFIG, [*sizes.overrides, *own.get(kind, PLAIN), *size])

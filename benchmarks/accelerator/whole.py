@@ -65,7 +65,7 @@ class Size:
     people: int
     train_s: float  # of pre-training
     overrides: tuple[str, ...]
-    grid: tuple[str, ...]  # of the input pipeline's store, over the recommended file
+    grid: tuple[str, ...]  # of the input pipeline's store, over the large file
     scan: tuple[int, int, int]  # of the files behind the input pipeline's store
     volumes: int  # of that store
     resume_steps: int  # of the runs that are compared; one is stopped after a third of them
@@ -153,7 +153,7 @@ def write_scan(path: Path, shape: tuple[int, int, int]) -> Path:
 
 
 def input_pipeline(folder: Path, size: Size, runtime: Runtime, needed: float | None) -> dict[str, Any]:
-    """Volumes a second that the loader gives at the recommended grid, and over those that the step takes."""
+    """Volumes a second that the loader gives at the large grid, and over those that the step takes."""
     four = "train.global_batch_size=4", "train.per_core_batch_size=4", "data.sampling=natural"
     cfg = load_config(RECOMMENDED, [*four, "train.max_steps=1000", *size.grid])
     store = prepared_store(folder / "files", cfg, size.scan, size.volumes)

@@ -349,13 +349,8 @@ def test_the_participants_that_fit_a_baseline_are_not_scored_on_it() -> None:
 
 def line(**changes: float | None) -> dict[str, float | None]:
     """A healthy log line."""
-    healthy = {
-        "train/rankme": 40.0,
-        "train/feature_std": 0.9,
-        "train/volume_share": 0.6,
-        "train/feature_cosine": 0.5,
-    }
-    return healthy | {f"train/{key}": value for key, value in changes.items()}
+    healthy = {"rankme": 40.0, "feature_std": 0.9, "volume_share": 0.6, "feature_cosine": 0.5}
+    return {f"train/{key}": value for key, value in (healthy | changes).items()}
 
 
 def steps_of(lines: list[dict[str, float | None]]) -> list[tuple[str, int]]:

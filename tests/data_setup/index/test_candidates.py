@@ -289,7 +289,10 @@ def test_an_export_without_a_spacing_is_left_out(tmp_path: Path) -> None:
     assert table(tmp_path / "left_out.tsv")["ann/eye.xml"]["reason"] == "missing_spacing"
 
 
-def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(tmp_path: Path, capsys: Capture) -> None:
+def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("data_setup.index.summary.ACCELERATORS", (os.devnull,))
     root = tmp_path / "own scans"
     write_image_folders(root, range(1))
     write_images(root / "1", speckle(), first=1)
@@ -299,6 +302,7 @@ def test_an_eye_of_the_path_is_not_replaced_by_a_yaml_above(tmp_path: Path, caps
     assert "missing: eye unknown: 1 (1): write the column laterality of manifest.tsv" in text
     words = shlex.split(text.rpartition("next: ")[2])
     assert f"data.gcs_root={root}" in words
+    assert (ROOT / words[words.index("--config") + 1]).is_file()  # where there is an accelerator, a large one
     (root / "manifest.tsv").unlink()
     write_yaml(root / "volume.yaml", spacing_mm=list(SPACING), laterality="R")
     index(root)

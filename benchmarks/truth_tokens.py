@@ -35,10 +35,11 @@ from utils.runtime.single import Runtime
 TOKENS_PER_VOLUME = 96
 
 
-def sample_tokens(valid_N: np.ndarray, seed: int) -> np.ndarray:
-    """TOKENS_PER_VOLUME ids of valid tokens, drawn and sorted; -1 at the end where there are fewer."""
-    chosen = np.random.default_rng(seed).permutation(np.flatnonzero(valid_N))[:TOKENS_PER_VOLUME]
-    return np.concatenate([np.sort(chosen), np.full(TOKENS_PER_VOLUME - len(chosen), -1)])
+def sample_tokens(valid_N: np.ndarray, seed: int, most: int = TOKENS_PER_VOLUME) -> np.ndarray:
+    """`most` ids of valid tokens, or all, drawn and sorted, in TOKENS_PER_VOLUME places at least; else -1."""
+    places = max(TOKENS_PER_VOLUME, min(len(valid_N), most))
+    chosen = np.random.default_rng(seed).permutation(np.flatnonzero(valid_N))[:places]
+    return np.concatenate([np.sort(chosen), np.full(places - len(chosen), -1)])
 
 
 def layer_occupancy(truth: dict[str, np.ndarray], record: pd.Series, spatial: SpatialConfig) -> np.ndarray:

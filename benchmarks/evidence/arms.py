@@ -89,7 +89,6 @@ ARMS = (
     Arm("mae_neighbours", "mae_plain with neighbours", "recipe", (*MAE, *NEIGHBOURS), patch="mae_plain"),
     Arm("parity", "V-JEPA 2 with nothing added: no penalty, no neighbours", "parity", JEPA, "vjepa2"),
     Arm("device_balanced", "as many volumes of each device", "sampling", ("data.sampling=device_balanced",)),
-    Arm("mean_ascans", "vjepa2, mean A-scans", "neighbours", VJEPA2, "vjepa2", patch="mean_ascans"),
     Arm("no_neighbours", "vjepa2 without neighbours", "neighbours", (*JEPA, *PENALTY), "vjepa2"),
 )
 

@@ -27,6 +27,7 @@ from utils.errors import UserError
 
 PRETRAINING_SEED, EVALUATION_SEED = 1001, 1002
 FOLDS = 5
+LEAST_TOKENS = 16_384  # of all volumes: of a few eyes every token is asked about
 DATA = (
     *("pretraining", "pretraining_store", "pretraining_participants.tsv"),
     *("evaluation", "evaluation_store", "truth.npz"),
@@ -119,7 +120,7 @@ def save_truth(
     tokens, occupancy = [], []
     for row, shares_NL in shares.items():
         valid = valid_tokens(store.index.loc[row], spatial)
-        chosen = sample_tokens(valid, row)
+        chosen = sample_tokens(valid, row, LEAST_TOKENS // len(shares))
         tokens.append(chosen)
         occupancy.append(np.where(chosen[:, None] >= 0, shares_NL[chosen], 0.0))
     thickness_um = [thickness[row] for row in shares] if thickness else np.zeros((len(shares), 0))

@@ -27,10 +27,10 @@ from benchmarks.evidence.differences import Scored, people_draws
 from benchmarks.evidence.scores import TASKS, Scores, load_scores, save_scores
 from benchmarks.evidence.words import TASK_LABELS
 from models.probes.intervals import doubt, seeds_and_people
-from utils.errors import UserError
 from utils.tables import Table, markdown, with_interval
 
 COUNTS, DRAWS, ENDPOINT = (3, 10, 30, 100), 3, 10
+FEWER = 1, *COUNTS  # where no fold has ENDPOINT people to train on
 Scorer = Callable[[Truth], Scores]
 
 
@@ -50,7 +50,12 @@ class Curve:
 def counts_of(truth: Truth) -> list[int]:
     """The numbers of labelled people that every fold's training people allow; the last is all of them."""
     most = min(len(np.unique(truth.person[mask])) for mask in training_masks(truth))
-    return [count for count in COUNTS if count < most] + [most]
+    return [count for count in (COUNTS if most > ENDPOINT else FEWER) if count < most] + [most]
+
+
+def draws_of(count: int, counts: Sequence[int]) -> range:
+    """DRAWS, of all people one."""
+    return range(1 if count == counts[-1] else DRAWS)
 
 
 def training_masks(truth: Truth) -> Iterator[np.ndarray]:
@@ -78,12 +83,13 @@ def score_curves(
     root: Path, truth: Truth, rows: Sequence[Scored], scorer: Callable[[str, int], Scorer]
 ) -> None:
     """Score what is missing: each seed of each row at each number of people and each draw."""
+    counts = counts_of(truth)
     for row in rows:
         for seed in range(len(row.seeds)):
             missing = [
                 (count, draw)
-                for count in counts_of(truth)
-                for draw in range(DRAWS)
+                for count in counts
+                for draw in draws_of(count, counts)
                 if not (place(root, row.name, seed, count, draw) / "scores.json").exists()
             ]
             if not missing:
@@ -102,10 +108,10 @@ def place(root: Path, name: str, seed: int, count: int, draw: int) -> Path:
 
 def read_curve(root: Path, row: Scored, task: str, counts: Sequence[int], draws_SP: np.ndarray) -> Curve:
     """A row's curve from the files of `score_curves`."""
-    scores, draws, gains, at = [], [], [], counts.index(ENDPOINT)
+    scores, draws, gains, at = [], [], [], counts.index(ENDPOINT) if ENDPOINT in counts else -1
     for seed in range(len(row.seeds)):
         parts = [
-            [load_scores(place(root, row.name, seed, count, draw))[0] for draw in range(DRAWS)]
+            [load_scores(place(root, row.name, seed, count, draw))[0] for draw in draws_of(count, counts)]
             for count in counts
         ]
         scores.append([np.mean([one.of(task) for one in of]) for of in parts])
@@ -184,10 +190,8 @@ def multiplier(task: str, row: Curve, others: Sequence[Curve], counts: Sequence[
 
 
 def write_curves(root: Path, truth: Truth, rows: Sequence[Scored]) -> str:
-    """curves.md and curves.json; returns the page. Raises UserError where too few people have labels."""
+    """curves.md and curves.json; returns the page, without multipliers where no fold has ENDPOINT people."""
     counts = counts_of(truth)
-    if ENDPOINT not in counts:
-        raise UserError(f"{root}: expected more than {ENDPOINT} training people a fold, found {counts[-1]}")
     lines = ["# Label curves", "", f"Means over {DRAWS} draws of labelled people, the same for all rows.", ""]
     content = []
     for task in TASKS:
@@ -202,7 +206,7 @@ def write_curves(root: Path, truth: Truth, rows: Sequence[Scored]) -> str:
             cells.append([curve.label, *(with_interval(s.mean(), seeds_and_people(s, d)) for s, d in points)])
         header = ["labelled people", *map(str, counts)]
         lines.append(markdown(Table(TASK_LABELS[task], header, cells, is_text=True)))
-        free = [curve for curve in curves if curve.is_free]
+        free = [curve for curve in curves if curve.is_free and ENDPOINT in counts]
         multipliers = [multiplier(task, c, free, counts) for c in curves if c.is_pretrained] if free else []
         lines += [
             "",

@@ -27,9 +27,9 @@ def score_tables(rows: Sequence[Row], against: str) -> list[str]:
 
 
 def score_table(rows: Sequence[Row], against: str, tasks: Sequence[str]) -> str:
-    """Score, interval and a paired difference for these tasks."""
-    lines = []
-    for row in rows:
+    """Score, interval and a paired difference for those of these tasks that a row has, of rows with any."""
+    tasks, lines = tasks_of(rows, tasks), []
+    for row in (row for row in rows if row.failed or tasks_of([row], tasks)):
         lines.append([row.label + (f" ({row.failed} failed)" if row.failed else "")])
         for task in tasks:
             result = row.tasks.get(task)
@@ -39,14 +39,19 @@ def score_table(rows: Sequence[Row], against: str, tasks: Sequence[str]) -> str:
     return markdown(Table("", ["features", *header], lines, is_text=True))
 
 
+def tasks_of(rows: Sequence[Row], tasks: Sequence[str] = TASKS) -> list[str]:
+    """Those that are scored: layer masks ask for no classes."""
+    return [task for task in tasks if any(task in row.tasks for row in rows)]
+
+
 def training_table(rows: Sequence[Row]) -> str:
     """What the runs logged, means over the seeds, and every task's score by seed."""
-    lines = []
+    tasks, lines = tasks_of(rows), []
     for row in rows:
-        seeds = (row.tasks[task].by_seed if task in row.tasks else [] for task in TASKS)
+        seeds = (row.tasks[task].by_seed if task in row.tasks else [] for task in tasks)
         scores = (", ".join(map(number, values)) or NONE for values in seeds)
         lines.append([row.label, *scores, *(number(row.facts[name], ".3g") for name in FACTS)])
-    header = ["features", *(f"{TASK_LABELS[task]}, by seed" for task in TASKS), *FACTS]
+    header = ["features", *(f"{TASK_LABELS[task]}, by seed" for task in tasks), *FACTS]
     return markdown(Table("", header, lines, is_text=True))
 
 
@@ -88,11 +93,15 @@ def conditions(table: Results, plan: Plan) -> list[str]:
         asked, given = f"steps {steps}", f"{steps} steps, which take unequal time,"
     else:
         asked, given = f"budget {table.budget_s:g}", f"{table.budget_s:g} s of one core"
-    only = [r.name for r in table.rows if r.factor != "baseline"]
-    only = [name for name in only if name not in (REFERENCE, *CONTROLS)]
+    known = REFERENCE, *CONTROLS
+    only = [r.name for r in table.rows if r.factor != "baseline" and r.name not in known]
     verb = "real --data FOLDER" if is_real else "run"
     run = f"{verb} --{asked} --seeds {table.seeds} --only {','.join(only)}"
     run += "".join(f" --change '{change}'" for change in plan.extra)
+    if plan.image:
+        folder, size, blocks = plan.image
+        run += f" --image-encoder {Path(folder).name}" + (f" --image-size {size}" if size else "")
+        run += f" --image-blocks {','.join(map(str, blocks))}" if blocks else ""
     before = "" if is_real else "`python -m benchmarks.evidence data`, `calibrate`, "
     return [
         f"* Date and machine: {table.date}, {table.machine}, torch {table.packages['torch']}.",
@@ -114,27 +123,15 @@ def eyes_used(root: Path) -> str:
 def page_of(table: Results, plan: Plan) -> str:
     """The page."""
     trained = [r for r in table.rows if r.factor not in ("baseline", "labels") and r.name != RANDOM]
+    claiming = [r for r in trained if r.name not in CONTROLS and r.factor != "control"]
     not_run = [arm.label for arm in ARMS if arm.name not in {r.name for r in table.rows}]
-    return "\n".join(
-        [
-            "# Results",
-            "",
-            *conditions(table, plan),
-            "",
-            *claims(
-                [r for r in trained if r.name not in CONTROLS and r.factor != "control"], table.best_free
-            ),
-            *score_tables(table.rows, RANDOM),
-            *score_tables([r for r in trained if r.name != REFERENCE], REFERENCE),
-            *(
-                line
-                for name in dict.fromkeys(r.compared_with for r in trained if r.compared_with != REFERENCE)
-                for line in score_tables([r for r in trained if r.compared_with == name], name)
-            ),
-            training_table(trained),
-            *(["", f"Not run: {', '.join(not_run)}."] if not_run else []),
-        ]
-    )
+    lines = ["# Results", "", *conditions(table, plan), "", *claims(claiming, table.best_free)]
+    lines += score_tables(table.rows, RANDOM)
+    for name in dict.fromkeys((REFERENCE, *(r.compared_with for r in trained))):
+        compared = [r for r in trained if name in (REFERENCE, r.compared_with) and r.name != name]
+        lines += score_tables(compared, name)
+    ending = ["", f"Not run: {', '.join(not_run)}."] if not_run else []
+    return "\n".join([*lines, training_table(trained), *ending])
 
 
 def write_results(root: Path, out: Path) -> str:

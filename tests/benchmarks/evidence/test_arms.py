@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.evidence import calibration as evidence_calibration
 from benchmarks.evidence import cli as evidence
@@ -35,7 +34,6 @@ from benchmarks.evidence.differences import read_arm
 from benchmarks.evidence.patches import PATCHES
 from benchmarks.evidence.queue import BASELINES, LAST_BASELINE, Job, Plan, Queue, jobs_of
 from data_setup.masks import MaskPlan
-from models import vjepa3d
 from models.vjepa3d import VJEPA3D
 from tests.support.process_factory import copies_of_jobs
 from utils.config.load import flatten, to_yaml
@@ -86,17 +84,6 @@ def test_an_arms_patch_is_there_and_trains_with_it(tmp_path: Path, monkeypatch: 
     for name in ("mae", "mae_plain"):
         assert evidence.main(["train", "--root", str(tmp_path), "--arm", name, "--seed", "2"]) == 0
     assert seen == [("evidence_mae_2", 7, "normalised"), ("evidence_mae_plain_2", 8, "plain")]
-
-
-def test_mean_ascans_stand_at_every_voxel_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = vjepa3d.pixel_targets
-    monkeypatch.setattr(vjepa3d, "pixel_targets", real)  # put back at the end
-    PATCHES["mean_ascans"]()
-    view, patch = torch.randn(2, 1, 4, 6, 8), (2, 3, 4)
-    means = real(view, patch, "plain").view(2, 8, 2, 3, 4).mean((2, 4), keepdim=True)
-    asked = vjepa3d.pixel_targets(view, patch, "plain").view(2, 8, 2, 3, 4)
-    torch.testing.assert_close(asked, means.expand_as(asked))
-    assert torch.equal(vjepa3d.pixel_targets(view, patch, "normalised"), real(view, patch, "normalised"))
 
 
 def test_an_own_control_differs_in_nothing_else(tmp_path: Path) -> None:
@@ -295,7 +282,7 @@ def test_only_some_arms_run_with_what_they_are_compared_with(tmp_path: Path) -> 
 
     assert names(["mae_plain"]) == [BASELINES, "random", REFERENCE, *CONTROLS[1:], "mae_plain"]
     assert names([]) == [BASELINES, "random", REFERENCE, *CONTROLS[1:]]
-    assert names(["mean_ascans"])[-2:] == ["vjepa2", "mean_ascans"]  # it changes one thing of the first
+    assert names(["no_neighbours"])[-2:] == ["vjepa2", "no_neighbours"]  # it changes one thing of the first
     assert names([SCRATCH[0]]) == [BASELINES, "random", SCRATCH[0], REFERENCE, *CONTROLS[1:]]
     assert names(None) == [BASELINES, "random", *SCRATCH, *(arm.name for arm in ARMS)]
     # an image model that is asked for later makes the baselines' job one that is not done

@@ -17,13 +17,14 @@ from benchmarks.evidence import differences, words
 from benchmarks.evidence.arms import ARMS, CONTROLS, RANDOM_ARM, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.differences import (
     Scored,
+    build_table,
     commits_of_runs,
     difference,
     people_draws,
     read_arm,
     training_facts,
 )
-from benchmarks.evidence.page import write_results
+from benchmarks.evidence.page import page_of, write_results
 from benchmarks.evidence.queue import BASELINES, Plan
 from benchmarks.evidence.scores import TASKS, load_scores, save_scores, score
 from models.probes import hidden
@@ -183,6 +184,19 @@ def test_eleven_people_a_class_are_no_claim(finished: Path) -> None:
     for task in TASKS:
         value = difference(good, poor, task, people_draws(47))[0]
         assert (good.gains(task) - poor.gains(task)).sum() == pytest.approx(value)
+
+
+def test_a_task_that_nothing_has_is_no_column_and_a_row_without_any_no_row(finished: Path) -> None:
+    plan = replace(Plan.load(finished), image=("/weights/dinov2s", 448, (3, 6)))
+    table = build_table(plan)
+    rows = [replace(r, tasks={k: v for k, v in r.tasks.items() if "occ" in k}) for r in table.rows]
+    rows = [replace(r, tasks={}) if r.name == "voxel_pca" else r for r in rows]
+    page = page_of(replace(table, rows=rows), plan)
+    assert "| features | layer occupancy, R2 | minus random |" in page
+    tables = page.partition("| features")[2]
+    assert all(word not in tables for word in ("classes", "thickness", "voxel_pca"))
+    assert "1024_random_of_27 (no" in tables
+    assert " --image-encoder dinov2s --image-size 448 --image-blocks 3,6`" in page
 
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:

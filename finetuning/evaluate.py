@@ -79,6 +79,11 @@ def _page_of_checkpoint(asked: argparse.Namespace) -> str | None:
         image = image_encoder_of(asked)
         return crossfit(KINDS[cfg.task.kind], open_source(file, overrides), image, overrides)
     _refuse_image(asked)
+    if cfg.task.kind not in DENSE_KINDS and cfg.head.kind != "linear":
+        raise UserError(
+            f"head.kind: expected linear of a checkpoint, which a logistic or ridge probe reads, found "
+            f"{cfg.head.kind}; train that head by finetuning.train and name it by --head"
+        )
     text = printed(evaluate(cfg, open_runtime(cfg.train.use_bf16)))
     return f"{text}\nnext: python -m utils.report {shlex.quote(cfg.run.dir)}"
 

@@ -7,8 +7,8 @@ choose penalty and step as ever, and its evaluated people are scored.
 
 The endpoint, fixed before: how many labelled people the best row without pre-training needs for the score
 that an encoder has with ENDPOINT, over ENDPOINT. Its curve is followed linearly in log(people), never
-falling, and ends where the labels end: a multiplier there is "at least". The best row is the one that needs
-fewest people.
+falling, and ends where the labels end: a multiplier there is "at least". The best row, by either readout, is
+the one that needs fewest people.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.evidence.arms import RANDOM
 from benchmarks.evidence.cohorts import FOLDS, Truth
 from benchmarks.evidence.differences import Scored, people_draws
-from benchmarks.evidence.scores import TASKS, Scores, load_scores, save_scores
+from benchmarks.evidence.scores import HIDDEN, TASKS, Scores, load_scores, save_scores
 from benchmarks.evidence.words import TASK_LABELS
 from models.probes.intervals import doubt, seeds_and_people
 from utils.tables import Table, markdown, with_interval
@@ -193,20 +193,26 @@ def write_curves(root: Path, truth: Truth, rows: Sequence[Scored]) -> str:
     """curves.md and curves.json; returns the page, without multipliers where no fold has ENDPOINT people."""
     counts = counts_of(truth)
     lines = ["# Label curves", "", f"Means over {DRAWS} draws of labelled people, the same for all rows.", ""]
-    content = []
+    content, curves_of = [], {}
     for task in TASKS:
         having = [row for row in rows if row.has(task)]
-        if not having:
-            continue
-        draws_SP = people_draws(len(having[0].seeds[0][0].parts[task].participants))
-        curves = [read_curve(root, row, task, counts, draws_SP) for row in having]
+        if having:
+            draws_SP = people_draws(len(having[0].seeds[0][0].parts[task].participants))
+            curves_of[task] = [read_curve(root, row, task, counts, draws_SP) for row in having]
+    for task, curves in curves_of.items():
         cells = []
         for curve in curves:
             points = zip(curve.score_NC.T, curve.draws_NCS.swapaxes(0, 1), strict=True)
             cells.append([curve.label, *(with_interval(s.mean(), seeds_and_people(s, d)) for s, d in points)])
         header = ["labelled people", *map(str, counts)]
         lines.append(markdown(Table(TASK_LABELS[task], header, cells, is_text=True)))
-        free = [curve for curve in curves if curve.is_free and ENDPOINT in counts]
+        readouts = [name for name in curves_of if name.removesuffix(HIDDEN) == task.removesuffix(HIDDEN)]
+        free = [
+            replace(curve, label=curve.label + ", hidden layer" * name.endswith(HIDDEN))
+            for name in (readouts if ENDPOINT in counts else [])
+            for curve in curves_of[name]
+            if curve.is_free
+        ]
         multipliers = [multiplier(task, c, free, counts) for c in curves if c.is_pretrained] if free else []
         lines += [
             "",

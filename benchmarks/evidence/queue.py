@@ -66,7 +66,7 @@ class Plan:
             "seeds": self.seeds,
             "steps": self.steps,
             "extra": list(self.extra),
-            "image": list(self.image),
+            "image": json.loads(json.dumps(self.image)),  # as it is read again: no tuple of blocks
         }
         path = self.root / "plan.json"
         if path.exists() and (self.root / "runs").exists():

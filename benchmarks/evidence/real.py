@@ -99,6 +99,8 @@ def make_tree(tree: Path, data: Path, table: pd.DataFrame, split: str) -> None:
     known = table[["person_id"]].drop_duplicates()  # the file may be missing, as for any folder
     if path.exists():
         known = pd.read_csv(path, sep="\t", dtype=str, index_col=False)
+    if "person_id" not in known:
+        raise UserError(f"{path}: expected a column person_id, found {', '.join(known.columns)}")
     people = known[known["person_id"].isin(table["person_id"])].assign(
         recommended_split=split, study_group=""
     )
@@ -110,6 +112,11 @@ def write_real_truth(
 ) -> None:
     """Sampled tokens of every evaluated volume, and the share of each layer in them."""
     store = PreparedStore.open(str(root / "evaluation_store"))
+    if (people := store.index.loc[store.kept]["person_id"].nunique()) < FOLDS:
+        raise UserError(
+            f"{root / 'evaluation_store'}: expected usable eyes of {FOLDS} labelled people or more, found "
+            f"{people}; prepare's report above says why the others are rejected"
+        )
     tree = root / "evaluation"
     places = [f"data.gcs_root={tree}", f"data.store={root / 'evaluation_store'}"]
     records = {record.path: record for record in read_records(load_config(base, [*places, *extra])).records}

@@ -37,6 +37,7 @@ from data_setup.masks import MaskPlan
 from models.engine_kernels import choose_kernels
 from models.flops import encoder_flops, flash_backward_flops, recomputed_flops, step_flops
 from models.vjepa3d import VJEPA3D
+from models.weights.load import prefix_of_start
 from pretraining.step import Update, build_optimizer, train_step
 from utils.config.load import accumulation_steps
 from utils.config.schema import Config
@@ -64,7 +65,7 @@ def trace(cfg: Config, chips: int) -> tuple[bytes, dict[str, Any]]:
     assert runtime.num_devices == chips, (runtime.num_devices, chips)
     accumulation = accumulation_steps(cfg.train, chips)
     with torch.device("meta"):
-        model = VJEPA3D(cfg).train()
+        model = VJEPA3D(cfg, prefix_of_start(cfg)).train()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     model._apply(_placeholder)
     choose_kernels(model, cfg, runtime, is_for_tpu=True)

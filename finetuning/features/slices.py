@@ -64,9 +64,7 @@ class SliceEncoder:
         try:
             from transformers import AutoModel
         except ImportError as error:
-            raise UserError(
-                "--image-encoder: expected the package transformers, found none: pip install transformers"
-            ) from error
+            raise UserError("--image-encoder: expected transformers: pip install transformers") from error
         try:
             self.model, loaded = AutoModel.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True
@@ -88,10 +86,7 @@ class SliceEncoder:
             )
         own = getattr(config, "image_size", None)
         if own is None:
-            raise UserError(
-                f"--image-encoder: {folder}: expected image_size in config.json, found none: it "
-                "is no image encoder"
-            )
+            raise UserError(f"--image-encoder: {folder}: expected image_size in config.json, found none")
         size = size or own
         self.size: tuple[int, int] = (size, size) if isinstance(size, int) else (size[0], size[1])
         self.is_resized = size != own
@@ -161,8 +156,12 @@ class SliceEncoder:
         ).expand(-1, self.channels, -1, -1)
         mean, std = (value.to(images.device) for value in (self.mean, self.std))
         words: dict[str, Any] = {"output_hidden_states": True} if self.blocks else {}
-        if self.is_resized and "interpolate_pos_encoding" in inspect.signature(self.model.forward).parameters:
+        known = inspect.signature(self.model.forward).parameters
+        if self.is_resized and "interpolate_pos_encoding" in known:
             words["interpolate_pos_encoding"] = True  # the others do it unasked, as DINOv2 does
+        if "noise" in known:  # ViT-MAE draws an order of the patches, though it hides none
+            places = math.prod(size // self.model.config.patch_size for size in self.size)
+            words["noise"] = torch.arange(places, device=images.device).expand(len(images), -1).float()
         out = self.model(pixel_values=(images - mean) / std, **words)
         if not self.blocks:
             tokens = out.last_hidden_state.float()

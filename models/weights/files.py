@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import zipfile
 from typing import Any
@@ -85,10 +86,12 @@ def _read_any(
 ) -> Weights:
     if storage.exists(storage.join(url, "config.json"), options):
         return _read_folder(url, options)
-    if not storage.exists(url, options):
+    is_folder = os.path.isdir(url)
+    if is_folder or not storage.exists(url, options):
         raise CheckpointError(
-            f"{url}: expected a .pt file or a folder with config.json, found no such file; name a file of "
-            "a run's checkpoints/, or a folder of published weights"
+            f"{url}: expected a .pt file or a folder with config.json, found "
+            f"{'a folder without it' if is_folder else 'no such file'}; name a file of a run's checkpoints/, "
+            "or a folder of published weights"
         )
     if storage.exists(url.removesuffix(".pt") + ".json", options):
         return own_weights(url, load_checkpoint(url, options))

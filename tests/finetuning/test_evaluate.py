@@ -159,6 +159,10 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
         run_cli(lambda: main(["--head", f"{run}/checkpoints/best_probe.pt"]))
     assert stop.value.code == 2
     assert "expected the file of a head" in capsys.readouterr().err
+    with pytest.raises(
+        UserError, match=r"head.kind: expected linear of a checkpoint, .* found attentive; train"
+    ):
+        main(["--config", str(CONFIG), "head.kind=attentive"])
     for words, number in (
         ([], "neither"),
         (["--config", ""], "neither"),
@@ -167,7 +171,7 @@ def test_what_is_no_evaluation_of_this_head_is_refused(
         with pytest.raises(UserError, match=f"--config, --head: expected one of them, found {number}"):
             main(words)
     main(["--head", run])
-    assert "look" in capsys.readouterr().out.splitlines()[1]  # the first one announces
+    assert "look" in capsys.readouterr().out.splitlines()[2]  # the first two announce
 
 
 def test_a_head_on_a_frozen_encoder_is_trained_in_each_fold(world: Path, tmp_path: Path) -> None:

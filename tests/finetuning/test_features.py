@@ -177,6 +177,22 @@ def test_a_2d_encoder_gives_tokens_where_they_lie(tmp_path: Path) -> None:
         SliceEncoder(folder, blocks=(2,))
 
 
+def test_tokens_of_a_masked_autoencoder_lie_in_order(tmp_path: Path) -> None:
+    """Hugging Face's class draws an order of the patches though it hides none."""
+    from transformers import ViTMAEConfig, ViTMAEModel
+
+    folder = image_encoder(tmp_path / "mae")  # for its preprocessor
+    tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    ViTMAEModel(ViTMAEConfig(**tiny, image_size=32, mask_ratio=0.0)).save_pretrained(folder)
+    encoder = SliceEncoder(folder)
+    volume = torch.randint(0, 255, (1, 1, 32, 32), dtype=torch.uint8)
+    images = ((volume[0][:, None].float() / 255 - 0.5) / 0.5).expand(-1, 3, -1, -1)
+    with torch.no_grad():
+        out = encoder.model(pixel_values=images, noise=torch.arange(4.0)[None]).last_hidden_state[:, 1:]
+    for _ in range(4):
+        torch.testing.assert_close(encoder.tokens(volume, (1, 2, 2), RUNTIME), out)
+
+
 def test_an_image_model_is_a_yardstick_of_tokens(world: Path, tmp_path: Path) -> None:
     cfg = config(world, tmp_path)
     store = PreparedStore.open(cfg.data.store)

@@ -191,6 +191,10 @@ def test_steps_fill_the_budget_and_a_plan_does_not_change_under_its_runs(tmp_pat
         replace(longer, steps={"a": 333, "new": 6}).save()
     replace(longer, steps={"a": 333}).save()  # fewer arms than before: the other keeps its steps
     assert Plan.load(tmp_path) == longer
+    for _ in range(2):  # the same command again, with an image model
+        replace(longer, image=("dinov2s", None, (3, 6))).save()
+    with pytest.raises(UserError, match=r"image: expected \['dinov2s', None, \[3, 6\]\] as the runs"):
+        replace(longer, image=("dinov2s", None, (3,))).save()
 
 
 def test_parity_is_what_a_file_that_says_nothing_has(tmp_path: Path) -> None:

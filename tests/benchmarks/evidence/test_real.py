@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.evidence import cli as evidence
+from benchmarks.evidence import real
 from benchmarks.evidence.arms import CONFIG, CONTROLS, REFERENCE, arm_by_name, arm_config, run_dir
 from benchmarks.evidence.cohorts import read_truth
 from benchmarks.evidence.real import make_real_data, make_tree, read_labels, read_table, settle_source
@@ -64,9 +65,9 @@ def eyes(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def made(eyes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The root of `evidence real` with the data of the eyes."""
-    root, real = tmp_path_factory.mktemp("made"), prepare.main
+    root, prepare_main = tmp_path_factory.mktemp("made"), prepare.main
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "main", lambda words: real([*words, "--workers", "0"]))
+        patch.setattr(prepare, "main", lambda words: prepare_main([*words, "--workers", "0"]))
         cfg = arm_config(arm_by_name(REFERENCE), 0, 2, root, GEOMETRY)
         make_real_data(root, eyes, cfg, CONFIG, GEOMETRY)
     return root
@@ -187,6 +188,18 @@ def test_people_without_a_table_are_those_of_the_manifest(eyes: Path, tmp_path: 
     people = pd.read_csv(tmp_path / "tree" / "participants.tsv", sep="\t", dtype=str)
     assert sorted(people["person_id"]) == sorted(set(table["person_id"]))
     assert set(people["recommended_split"]) == {"test"}
+    (data / "participants.tsv").write_text("name\tage\n")
+    with pytest.raises(UserError, match=r"participants\.tsv: expected a column person_id, found name, age"):
+        make_tree(tmp_path / "tree", data, table, "test")
+
+
+def test_people_whose_eyes_are_rejected_are_no_fold(
+    eyes: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, cfg = read_table(eyes), arm_config(arm_by_name(REFERENCE), 0, 2, made, GEOMETRY)
+    monkeypatch.setattr(real, "FOLDS", 7)
+    with pytest.raises(UserError, match=r"evaluation_store: expected usable eyes of 7 labelled .* found 6"):
+        real.write_real_truth(made, eyes, table, cfg, CONFIG, GEOMETRY)
 
 
 def test_what_is_wrong_with_the_table_is_said(eyes: Path, tmp_path: Path) -> None:

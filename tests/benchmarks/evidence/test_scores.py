@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -339,3 +340,30 @@ def test_curves_are_scored_once_and_written(
     # fewer than ten people to learn from have no endpoint
     assert ("label multiplier" in page) == (endpoint is not None)
     assert endpoint is None or f"* the recipe: label multiplier {endpoint} a row without" in page
+
+
+def test_the_rival_has_the_readout_that_serves_it_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden, "MOST_STEPS", 15)
+    monkeypatch.setattr(differences, "BOOTSTRAP_SAMPLES", 40)
+
+    def scorer(name: str, seed: int) -> Callable[[Truth], Scores]:
+        def of(labels: Truth) -> Scores:
+            low, high = (
+                score(labels, None, lambda _, share=share: noisy(labels, share), (2, 2, 2))
+                for share in (0.3, 0.9)
+            )
+            kept = low if name == "place" else high  # only the rival's hidden layer finds what it holds
+            return replace(kept, parts=kept.parts | {"occupancy_hidden": high.parts["occupancy_hidden"]})
+
+        return of
+
+    truth = small_truth()
+    rows = [
+        Scored(name, name, factor, [(scorer(name, 0)(truth), {})])
+        for name, factor in (("surroundings", "recipe"), ("place", "baseline"))
+    ]
+    score_curves(tmp_path, truth, rows, scorer)
+    page = write_curves(tmp_path, truth, rows)
+    assert len(re.findall(r"\* surroundings: label multiplier .* of place, hidden layer", page)) == 2

@@ -269,12 +269,12 @@ def test_every_marker_has_a_make_target() -> None:
 # that says why.
 LINES = {
     "data_setup": 16_737,
-    "models": 5_541,
+    "models": 5_546,
     "pretraining": 2_454,
     "finetuning": 13_189,
     "utils": 8_759,
     "benchmarks": 4_986,
-    "tests": 43_992,
+    "tests": 44_015,
 }
 BOXES = {  # top-level files and folders of a room, floors, arrows between boxes
     "data_setup": (19, 5, 46),

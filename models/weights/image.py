@@ -224,6 +224,11 @@ def as_volume_encoder(
         changes["pos_embed"] = f"{list(weights.grid[1:])} interpolated to {grid}"
     if not has_mask_token:
         tensors.pop("mask_token", None)
+    elif "mask_token" not in tensors:
+        raise CheckpointError(
+            f"{weights.where}: expected a mask token, which method.recipe={cfg.method.recipe} needs, found "
+            "an image model without one; take another recipe, or a DINOv2"
+        )
     return tensors, changes
 
 

@@ -19,7 +19,7 @@ from benchmarks.tpu_fit.env import environment, requirements
 from benchmarks.tpu_fit.topologies import TOPOLOGIES
 from benchmarks.tpu_fit.verdict import PARTS, describe, facts_of
 from tests.support.model_factory import small_config
-from utils.config.load import load_config
+from utils.config.load import load_config, to_yaml
 from utils.errors import ConfigError, UserError
 from utils.runtime.device_peak import device_peak
 
@@ -304,3 +304,26 @@ def test_a_small_step_from_configuration_to_numbers(whole: dict[str, Any]) -> No
     # the gradients of all trained weights, in float32, pass between the chips, and no activation does
     moved = sum(entry["bytes"] for entry in whole["collectives"].values()) / 2**30
     assert moved == pytest.approx(trained, rel=0.2)
+
+
+@pytest.mark.xla
+def test_an_image_models_positions_and_tokens_of_no_place_are_traced(tmp_path: Path) -> None:
+    folder, counts = tmp_path / "image", []
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "dinov2_with_registers", "num_register_tokens": 4}')
+    small = ["spatial.image_size=[8,32,32]", "train.per_core_batch_size=1", "train.global_batch_size=4"]
+    for start in ("null", folder):
+        cfg = load_config(ROOT / "configs/smoke_test.yaml", [*small, f"method.init_from={start}"])
+        (tmp_path / "config.yaml").write_text(to_yaml(cfg))
+        words = [
+            "--config",
+            str(tmp_path / "config.yaml"),
+            "--chips",
+            "4",
+            "--program",
+            str(tmp_path / "program"),
+        ]
+        own = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+        tpu_fit._run("xla", "benchmarks.tpu_fit.trace", words, tmp_path / "1.partial", own)
+        counts.append(len(json.loads((tmp_path / "program.json").read_text())["aliases"]))
+    assert counts[1] - counts[0] == 2 * 5  # weight, target, step and two moments of each

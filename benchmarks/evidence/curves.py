@@ -30,7 +30,7 @@ from models.probes.intervals import doubt, seeds_and_people
 from utils.tables import Table, markdown, with_interval
 
 COUNTS, DRAWS, ENDPOINT = (3, 10, 30, 100), 3, 10
-FEWER = 1, *COUNTS  # where no fold has ENDPOINT people to train on
+FEWER = 1, *COUNTS  # where a fold has no more than ENDPOINT people to train on, and nobody asks for classes
 Scorer = Callable[[Truth], Scores]
 
 
@@ -50,7 +50,8 @@ class Curve:
 def counts_of(truth: Truth) -> list[int]:
     """The numbers of labelled people that every fold's training people allow; the last is all of them."""
     most = min(len(np.unique(truth.person[mask])) for mask in training_masks(truth))
-    return [count for count in (COUNTS if most > ENDPOINT else FEWER) if count < most] + [most]
+    counts = FEWER if most <= ENDPOINT and len(truth.classes) < 2 else COUNTS
+    return [count for count in counts if count < most] + [most]
 
 
 def draws_of(count: int, counts: Sequence[int]) -> range:
@@ -190,9 +191,10 @@ def multiplier(task: str, row: Curve, others: Sequence[Curve], counts: Sequence[
 
 
 def write_curves(root: Path, truth: Truth, rows: Sequence[Scored]) -> str:
-    """curves.md and curves.json; returns the page, without multipliers where no fold has ENDPOINT people."""
+    """curves.md and curves.json; returns the page, without multipliers if a fold has fewer than ENDPOINT."""
     counts = counts_of(truth)
-    lines = ["# Label curves", "", f"Means over {DRAWS} draws of labelled people, the same for all rows.", ""]
+    means = f"Means over {DRAWS} draws of labelled people (all of them: one), the same for all rows."
+    lines = ["# Label curves", "", means, ""]
     content, curves_of = [], {}
     for task in TASKS:
         having = [row for row in rows if row.has(task)]

@@ -96,7 +96,7 @@ def conditions(table: Results, plan: Plan) -> list[str]:
     known = REFERENCE, *CONTROLS
     only = [r.name for r in table.rows if r.factor != "baseline" and r.name not in known]
     verb = "real --data FOLDER" if is_real else "run"
-    run = f"{verb} --{asked} --seeds {table.seeds} --only {','.join(only)}"
+    run = f"{verb} --{asked} --seeds {table.seeds} --only {','.join(only) or REFERENCE}"
     run += "".join(f" --change '{change}'" for change in plan.extra)
     if plan.image:
         folder, size, blocks = plan.image

@@ -6,8 +6,8 @@
 The step that trains is recorded (benchmarks.tpu_fit.trace) and compiled by the TPU's own compiler
 (benchmarks.tpu_fit.compile), each in an environment that is built on first use (benchmarks.tpu_fit.env).
 Out: memory, arithmetic, memory traffic and traffic between chips of one step, and the shortest time that the
-datasheet allows: a floor, not a forecast. Exit code 1 when it does not fit. Compiling takes minutes; the
-results are kept in runs/tpu_fit; where the batch does not fit, the largest one that does is looked for.
+datasheet allows: a floor, not a forecast. Exit code 1 when it does not fit; the largest batch that does is
+looked for. Compiling takes minutes, results are kept in runs/tpu_fit. method.init_from has to be there.
 """
 
 from __future__ import annotations

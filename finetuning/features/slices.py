@@ -156,10 +156,9 @@ class SliceEncoder:
         ).expand(-1, self.channels, -1, -1)
         mean, std = (value.to(images.device) for value in (self.mean, self.std))
         words: dict[str, Any] = {"output_hidden_states": True} if self.blocks else {}
-        known = inspect.signature(self.model.forward).parameters
-        if self.is_resized and "interpolate_pos_encoding" in known:
+        if self.is_resized and "interpolate_pos_encoding" in inspect.signature(self.model.forward).parameters:
             words["interpolate_pos_encoding"] = True  # the others do it unasked, as DINOv2 does
-        if "noise" in known:  # ViT-MAE draws an order of the patches, though it hides none
+        if self.model.config.model_type == "vit_mae":  # it shuffles the patches though it hides none
             places = math.prod(size // self.model.config.patch_size for size in self.size)
             words["noise"] = torch.arange(places, device=images.device).expand(len(images), -1).float()
         out = self.model(pixel_values=(images - mean) / std, **words)

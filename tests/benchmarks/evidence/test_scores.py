@@ -228,6 +228,7 @@ def test_the_fold_that_is_evaluated_does_not_fit_the_features() -> None:
 def test_labelled_people_are_of_the_training_folds_and_of_every_class() -> None:
     truth = small_truth()
     assert counts_of(truth) == [3, 10, 24]
+    assert counts_of(replace(few_people(), classes=("a", "b"))) == [3, 6]  # one person is of one class
     before: list[set[str]] = [set()] * FOLDS
     for count in (3, 10, 24):
         labelled = with_labels(truth, count, 0)
@@ -293,9 +294,10 @@ def noisy(truth: Truth, share: float) -> np.ndarray:
 
 
 def few_people() -> Truth:
-    """The same volumes, of ten people: six teach in each fold."""
+    """The same volumes, of ten people, who have no classes: six teach in each fold."""
     number = np.repeat(np.arange(10), 8)
-    return replace(small_truth(), person=number.astype(str), fold=number % FOLDS)
+    people = {"person": number.astype(str), "fold": number % FOLDS, "label": 0 * number, "classes": ("",)}
+    return replace(small_truth(), **people)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class SliceEncoder:
         try:
             from transformers import AutoModel
         except ImportError as error:
-            raise UserError("--image-encoder: expected transformers: pip install transformers") from error
+            raise UserError("--image-encoder: expected transformers, found none: pip install it") from error
         try:
             self.model, loaded = AutoModel.from_pretrained(
                 folder, local_files_only=True, output_loading_info=True

@@ -314,16 +314,10 @@ def test_an_image_models_positions_and_tokens_of_no_place_are_traced(tmp_path: P
     small = ["spatial.image_size=[8,32,32]", "train.per_core_batch_size=1", "train.global_batch_size=4"]
     for start in ("null", folder):
         cfg = load_config(ROOT / "configs/smoke_test.yaml", [*small, f"method.init_from={start}"])
-        (tmp_path / "config.yaml").write_text(to_yaml(cfg))
-        words = [
-            "--config",
-            str(tmp_path / "config.yaml"),
-            "--chips",
-            "4",
-            "--program",
-            str(tmp_path / "program"),
-        ]
+        config, program = tmp_path / "config.yaml", tmp_path / "program"
+        config.write_text(to_yaml(cfg))
+        words = ["--config", str(config), "--chips", "4", "--program", str(program)]
         own = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
         tpu_fit._run("xla", "benchmarks.tpu_fit.trace", words, tmp_path / "1.partial", own)
-        counts.append(len(json.loads((tmp_path / "program.json").read_text())["aliases"]))
+        counts.append(len(json.loads(program.with_name("program.json").read_text())["aliases"]))
     assert counts[1] - counts[0] == 2 * 5  # weight, target, step and two moments of each

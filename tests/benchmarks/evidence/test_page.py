@@ -197,6 +197,8 @@ def test_a_task_that_nothing_has_is_no_column_and_a_row_without_any_no_row(finis
     assert all(word not in tables for word in ("classes", "thickness", "voxel_pca"))
     assert "1024_random_of_27 (no" in tables
     assert " --image-encoder dinov2s --image-size 448 --image-blocks 3,6`" in page
+    known = [r for r in rows if r.factor == "baseline" or r.name in ("surroundings", *CONTROLS)]
+    assert " --only surroundings --image" in page_of(replace(table, rows=known), plan)  # it can be pasted
 
 
 def test_all_commits_of_the_runs_are_named(finished: Path, tmp_path: Path) -> None:

@@ -153,9 +153,7 @@ def test_files_that_are_none_of_the_layouts(tmp_path: Path, capsys: pytest.Captu
             read_weights(str(path))
 
     refused(tmp_path / "nowhere.pt", "expected a .pt file or a folder with config.json, found no such file")
-    refused(
-        tmp_path, "expected a .pt file or a folder with config.json, found a folder without it; name a file"
-    )
+    refused(tmp_path, "expected a .pt file or a folder with config.json, found a folder without it")
     (tmp_path / "text.pt").write_text("not a checkpoint")
     refused(tmp_path / "text.pt", "text.pt: expected a file of torch.save, tensors only")
     torch.save({"encoder": Planted()}, tmp_path / "hostile.pt")
